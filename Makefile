@@ -1,0 +1,45 @@
+# make demo    set up, fetch the default model, generate plainly and speculatively side by side
+# make test    set up with the test tools, fetch the default model, run the default test suite
+# make test-lab | check | bench | clean
+
+PYTHON ?= python3
+VENV ?= .venv
+RUN = $(VENV)/bin
+PIP = $(RUN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test test-lab check bench model clean
+
+demo: model
+	$(RUN)/python scripts/demo.py
+
+test: $(VENV)/.dev model
+	$(RUN)/python -m pytest -q -m "not lab"
+
+test-lab: $(VENV)/.dev model
+	$(RUN)/python -m pytest -q -m lab
+
+check: $(VENV)/.dev
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	@for script in $(wildcard scripts/check_*.py scripts/mutate_*.py); do echo "$$script" && $(RUN)/python $$script || exit 1; done
+
+bench: model
+	$(RUN)/draftwise bench --drafters ngram --draft-tokens auto --max-tokens 96
+	$(RUN)/draftwise bench --cost
+
+# stamps: a set-up step runs again only when what it installs has changed
+$(VENV)/.base: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "draftwise needs Python 3.10 or newer; make PYTHON=/path/to/python3.x")'
+	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) -e ".[dev]"
+	@touch $@
+
+model: $(VENV)/.base
+	$(RUN)/draftwise pull smollm2
+
+clean:
+	rm -rf $(VENV)
