@@ -18,6 +18,8 @@ from torch import Tensor
 from draftwise.types import Batch, Feed, Span, Tree
 
 PAGE = 16  # rows
+BLOCK = 512
+"""Keys are read in whole blocks: torch's attention splits them there, so a row's additions keep one order."""
 
 
 class CacheFull(RuntimeError):
@@ -57,8 +59,9 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> None:
         self.pages = -(-capacity // PAGE)
-        # zeros, not empty: masked columns are multiplied by 0, and 0 times a stray NaN is NaN
-        self.pool = torch.zeros(layers, 2, kv_heads, self.pages * PAGE, head_dim, dtype=dtype, device=device)
+        # zeros, not empty: masked columns are multiplied by 0, and 0 times a stray NaN is NaN.
+        # A block more than the pages need, so that a view may run past its slot's last page.
+        self.pool = torch.zeros(layers, 2, kv_heads, self.pages * PAGE + BLOCK, head_dim, dtype=dtype, device=device)
         self._free = [True] * self.pages
         self._free_count = self.pages
         self._slots: dict[int, _Slot] = {}
@@ -137,18 +140,19 @@ class KVCache:
         self.pool[layer, 0].index_copy_(1, batch.rows_N, k_NHD.transpose(0, 1).to(self.pool.dtype))
         self.pool[layer, 1].index_copy_(1, batch.rows_N, v_NHD.transpose(0, 1).to(self.pool.dtype))
 
-    def view(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
-        """Keys and values of a span's slot, [kv heads, T, head dim]; T covers whole pages, rows past the end are stale.
+    def columns(self, span: Span) -> int:
+        """T, the rows that `view` shows for a span: whole blocks."""
+        return -(-(span.committed + span.staged) // BLOCK) * BLOCK
 
-        Whole pages keep a row's arithmetic the same whatever is staged after it.
-        """
-        pages = self._slots[span.slot].pages[: -(-(span.committed + span.staged) // PAGE)]
-        first, count = pages[0], len(pages)
-        if pages == list(range(first, first + count)):
-            kv = self.pool[layer, :, :, first * PAGE : (first + count) * PAGE]
+    def view(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
+        """Keys and values of a span's slot, [kv heads, T, head dim]. Rows past the span's staged ones are others' or old."""
+        pages, columns = self._slots[span.slot].pages, self.columns(span)
+        first = pages[0] * PAGE
+        if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):
+            kv = self.pool[layer, :, :, first : first + columns]
         else:
             rows = (self._indices(pages)[:, None] * PAGE + torch.arange(PAGE, device=self.pool.device)).flatten()
-            kv = self.pool[layer].index_select(2, rows)
+            kv = self.pool[layer].index_select(2, torch.cat([rows, rows.new_zeros(columns)])[:columns])
         return kv[0], kv[1]
 
     # afterwards

@@ -1,0 +1,62 @@
+"""Row invariance: how many rows a kernel must be given for a row's bits not to depend on its neighbours.
+
+A row's result must be the same whether it is decoded alone, verified among drafts or read in a prompt. Some kernels
+add in another order for some row counts; padding to a multiple, or feeding tiles of one fixed size, settles most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PROBED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 128, 200, 256, 511, 512)
+
+
+class RowRule(NamedTuple):
+    """Pad row counts to `multiple`, and feed at most `tile` rows at a time (0: any number)."""
+
+    multiple: int = 1
+    tile: int = 0
+    invariant: bool = True
+
+    def __call__(self, kernel: Callable[[Tensor], Tensor], x_NK: Tensor) -> Tensor:
+        """kernel(x) under this rule."""
+        rows = x_NK.shape[0]
+        if self.tile and rows > self.tile:
+            return torch.cat([self(kernel, part) for part in x_NK.split(self.tile)])
+        short = -rows % self.multiple
+        if not short:
+            return kernel(x_NK)
+        return kernel(torch.cat([x_NK, x_NK.new_zeros(short, x_NK.shape[1])]))[:rows]
+
+    def describe(self) -> str:
+        if not self.invariant:
+            return "not row-invariant"
+        how = f" with rows padded to multiples of {self.multiple}" if self.multiple > 1 else ""
+        return f"row-invariant{how}" + (f" in tiles of {self.tile}" if self.tile else "")
+
+
+CANDIDATES = (*(RowRule(multiple) for multiple in (1, 2, 4, 8, 16, 32)), RowRule(64, 64), RowRule(16, 16), RowRule(1, 1))
+
+
+def holds(rule: RowRule, kernel: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """True when rows come out bit for bit alike for every probed row count, first and last rows compared."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(max(PROBED), width, generator=generator).to(device=device, dtype=dtype)
+    whole = rule(kernel, x)
+    return all(
+        torch.equal(rule(kernel, x[:count]), whole[:count])
+        and torch.equal(rule(kernel, x[-count:].contiguous()), whole[-count:])
+        for count in PROBED
+    )
+
+
+def probe(kernel: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device) -> RowRule:
+    """The cheapest rule under which `kernel` is row-invariant; one marked not invariant where none helps."""
+    for rule in CANDIDATES:
+        if holds(rule, kernel, width, dtype, device):
+            return rule
+    return RowRule(invariant=False)
