@@ -1,0 +1,94 @@
+"""Benchmark figures as JSON and as tables. Knows what the figures are called; computes only their ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from draftwise.bench.machine import describe, versions
+from draftwise.bench.workloads import Workload
+
+if TYPE_CHECKING:
+    from draftwise import Stats
+    from draftwise.bench.run import Run
+
+
+def as_json(
+    runs: Sequence[Run], workload: Workload, *, model: str, device: str, verify: str, temperature: float, batch: int
+) -> dict[str, Any]:
+    """The whole benchmark as one object; speed-ups are against runs[0], the interleaved plain control."""
+    plain = runs[0]
+    return {
+        "model": model,
+        "machine": describe(device),
+        "versions": versions(),
+        "prompts": {"path": workload.path, "sha256": workload.sha256, "count": len(workload.prompts)},
+        "runs": [
+            {
+                "drafter": run.setting.drafter,
+                "options": dict(run.setting.options),
+                "verify": verify,
+                "temperature": temperature,
+                "batch": batch,
+                **_figures(run.stats, plain.stats),
+                "acceptance_rate": round(run.stats.acceptance_rate, 4),
+                "conditional_acceptance": [round(rate, 4) for rate in run.stats.conditional_acceptance],
+                "seconds": run.stats.as_dict()["seconds"],
+                "by_category": {
+                    name: _figures(stats, plain.by_category[name]) for name, stats in run.by_category.items()
+                },
+            }
+            for run in runs
+        ],
+    }
+
+
+def _figures(stats: Stats, plain: Stats) -> dict[str, float]:
+    return {
+        "tokens_per_second": round(stats.tokens_per_second, 2),
+        "speedup": round(stats.tokens_per_second / plain.tokens_per_second, 4) if plain.tokens_per_second else 0.0,
+        "tokens_per_step": round(stats.tokens_per_step, 4),
+    }
+
+
+def tables(report: Mapping[str, Any]) -> list[Table]:
+    """The object of `as_json` as two tables: the drafters, and their speed-ups by category."""
+    runs = report["runs"]
+    deepest = max(len(run["conditional_acceptance"][:6]) for run in runs)
+    depths = [f"at {depth + 1}" for depth in range(deepest)]
+    drafters = plain_table("drafter", "tokens/s", "speed-up", "tokens a pass", "accepted", *depths)
+    for run in runs:
+        by_depth = [f"{rate:.0%}" for rate in run["conditional_acceptance"][:deepest]]
+        drafters.add_row(
+            run["drafter"],
+            f"{run['tokens_per_second']:.1f}",
+            f"{run['speedup']:.2f}×",
+            f"{run['tokens_per_step']:.2f}",
+            f"{run['acceptance_rate']:.0%}" if by_depth else "",
+            *by_depth,
+            *[""] * (deepest - len(by_depth)),
+        )
+    names = [run["drafter"] for run in runs[1:]]
+    kinds = plain_table("category", "plain tokens/s", *names)
+    for name, plain in runs[0]["by_category"].items():
+        gains = [f"{run['by_category'][name]['speedup']:.2f}×" for run in runs[1:]]
+        kinds.add_row(name, f"{plain['tokens_per_second']:.1f}", *gains)
+    return [drafters, kinds]
+
+
+def cost_table(cost: Mapping[str, Any]) -> Table:
+    """The object of `cost.cost_table` as a table."""
+    table = plain_table("rows", "ms a pass", "against 1 row", "ms a row")
+    for rows, value in zip(cost["rows"], cost["milliseconds"], strict=True):
+        table.add_row(str(rows), f"{value:.2f}", f"{value / cost['milliseconds'][0]:.2f}×", f"{value / rows:.2f}")
+    return table
+
+
+def plain_table(first: str, *others: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table

@@ -1,0 +1,37 @@
+"""draftwise doctor: what draftwise finds on this machine."""
+
+from __future__ import annotations
+
+import click
+
+from draftwise.cli import options
+
+
+@click.command(epilog=options.examples("draftwise doctor", "draftwise doctor --json"))
+@options.json_option
+def command(as_json: bool) -> None:
+    """Say what there is to run on.
+
+    Versions, processor, memory speed, threads, cache folder and drafters.
+    """
+    import draftwise
+    from draftwise.bench.cost import read_bandwidth
+    from draftwise.bench.machine import describe, versions
+    from draftwise.checkpoint import cache_dir
+    from draftwise.cli.output import print_json
+
+    machine = describe()
+    facts = {
+        "versions": versions(),
+        "machine": machine | {"read_gb_per_s": round(read_bandwidth() / 1e9, 1)},
+        "cache": str(cache_dir()),
+        "drafters": draftwise.drafter_names(),
+    }
+    if as_json:
+        return print_json(facts)
+    for title, value in facts.items():
+        if isinstance(value, dict):
+            for name, item in value.items():
+                click.echo(f"{name:<16}{' '.join(item) if isinstance(item, list) else item}")
+        else:
+            click.echo(f"{title:<16}{', '.join(value) if isinstance(value, list) else value}")
