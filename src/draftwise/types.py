@@ -448,6 +448,7 @@ class Result:
     stop_reason: str | int | None = None
     drafter: str = "none"
     verify: str = "match"
+    error: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {
@@ -456,6 +457,8 @@ class Result:
             "finish_reason": self.finish_reason,
             "stats": {"drafter": self.drafter, "verify": self.verify, **self.stats.as_dict()},
         }
+        if self.error is not None:
+            out["error"] = self.error
         if self.logprobs is not None:
             out["logprobs"] = [
                 {"token": lp.token, "logprob": lp.logprob, "top": [{"token": t, "logprob": v} for t, v in lp.top]}

@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass
 
+from draftwise.cache import KVCache
+from draftwise.models.base import Model
+from draftwise.sequence import Sequence
+from draftwise.tokenizer import Tokenizer
 from draftwise.types import Draft, Limit, Outcome, Tap
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a drafter is told of the model it drafts for. `vocab` is the number of ids that are ever emitted.
+
+    `cache` is the target's own: a drafter may read committed rows, and stage rows of its own between passes.
+    """
+
+    model: Model
+    cache: KVCache
+    tokenizer: Tokenizer
+    vocab: int
+    context: int
+    max_batch: int
+    notice: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """The checkpoint named after the drafter, NAME:PATH, and how its weights are wanted."""
+
+    path: str
+    dtype: str | None = None
+    quantize: str | None = None
+    revision: str | None = None
+
+
 class Drafter:
-    """Offers drafts and learns from what came of them. One object serves all requests of an engine."""
+    """Offers drafts and learns from what came of them. One object serves all requests of an engine.
+
+    A file in this folder holds a frozen dataclass `Options` (fields with `metadata={"help": …}`), a Drafter and
+    `build(options, target, source) -> Drafter`; the file's name is the drafter's.
+    """
 
     taps: tuple[Tap, ...] = ()
     """Hidden states wanted in Outcome.features."""
     free = False
-    """True when proposing costs no model pass."""
+    """True when proposing costs no model pass; the governor then sees the draft before it decides on its size."""
+    max_depth = 16
+    """Deeper drafts are never asked for."""
+
+    def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
+        """One draft a sequence, within its limit; nodes 0 is legal and gives an empty draft.
+
+        Feeds what it has not consumed of `seq.tokens`. `seq.request.verify` says which draws can be verified.
+        """
+        raise NotImplementedError
+
+    def observe(self, seq: Sequence, outcome: Outcome) -> None:
+        """Told after every target pass of the sequence, prompt chunks and plain passes too; seq already holds the tokens."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence ended: drop what is kept of it."""
+
+    def seconds_per_depth(self, batch: int) -> float:
+        """Estimated time to draft one level deeper for `batch` sequences; 0 where drafting is free."""
+        return 0.0
