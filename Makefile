@@ -1,6 +1,8 @@
 # make demo    set up, fetch the default model, generate plainly and speculatively side by side
 # make test    set up with the test tools, fetch the default model, run the default test suite
-# make test-lab | check | bench | clean
+# make bench   run the benchmarks of docs/benchmarks.json and write their tables into README.md and docs/benchmarks.md
+# make check   ruff, mypy and the scripts/check_* and scripts/mutate_* checks
+# make test-lab | clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,8 +26,7 @@ check: $(VENV)/.dev
 	@for script in $(wildcard scripts/check_*.py scripts/mutate_*.py); do echo "$$script" && $(RUN)/python $$script || exit 1; done
 
 bench: model
-	$(RUN)/draftwise bench --drafters ngram --draft-tokens auto --max-tokens 96
-	$(RUN)/draftwise bench --cost
+	$(RUN)/python scripts/benchmarks.py
 
 # stamps: a set-up step runs again only when what it installs has changed
 $(VENV)/.base: pyproject.toml constraints.txt

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "draftwise"
 LAYERS = [
     {"types"},
     {"sampling", "cache", "checkpoint", "tokenizer", "kernels"},
-    {"verify", "models"},
+    {"verify", "models", "sequence"},
     {"drafters"},
     {"engine"},
     {"train"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -128,18 +129,18 @@ def _cost(flags: dict[str, Any], context: int, as_json: bool) -> None:
     )
 
 
-def _settings(drafters: str, pairs: tuple[tuple[str, str], ...]) -> list[tuple[str, dict[str, str]]]:
+def _settings(drafters: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, dict[str, str]]]:
     """The drafters, each with those of the options that it has; an option that none has is an error."""
-    import draftwise
+    from draftwise.drafters import drafter_options
 
     names = [name for name in drafters.split(",") if name]
+    pairs = [(key.replace("-", "_"), value) for key, value in pairs]
     if not names:
         raise ValueError("no drafter given; name one or more, as in --drafters ngram,suffix")
     chosen, used = [], set()
     for name in names:
-        options.drafter_options(name, ())
-        has = {option for option, *_ in draftwise.drafter_options(name.partition(":")[0])}
-        chosen.append((name, {key: value for key, value in pairs if key in has}))
+        has = {option for option, *_ in drafter_options(name.partition(":")[0])}
+        chosen.append((name, options.drafter_options(name, [(key, value) for key, value in pairs if key in has])))
         used |= has
     for key, _ in pairs:
         if key not in used:

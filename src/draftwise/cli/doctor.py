@@ -14,18 +14,18 @@ def command(as_json: bool) -> None:
 
     Versions, processor, memory speed, threads, cache folder and drafters.
     """
-    import draftwise
     from draftwise.bench.cost import read_bandwidth
     from draftwise.bench.machine import describe, versions
     from draftwise.checkpoint import cache_dir
     from draftwise.cli.output import print_json
+    from draftwise.drafters import drafter_names
 
     machine = describe()
     facts = {
         "versions": versions(),
         "machine": machine | {"read_gb_per_s": round(read_bandwidth() / 1e9, 1)},
         "cache": str(cache_dir()),
-        "drafters": draftwise.drafter_names(),
+        "drafters": drafter_names(),
     }
     if as_json:
         return print_json(facts)

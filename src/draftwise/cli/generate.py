@@ -78,10 +78,9 @@ def _texts(prompt: str | None, prompts_file: str | None, limit: int | None) -> l
 
 
 def show_options(drafter: str) -> None:
-    import draftwise
+    from draftwise.drafters import drafter_options
 
-    options.drafter_options(drafter, ())
-    rows = draftwise.drafter_options(drafter)
+    rows = drafter_options(drafter)
     click.echo(f"{drafter}: " + ("options for -o key=value" if rows else "no options"))
     for name, kind, default, text in rows:
         click.echo(f"  {name:<20} {kind:<8} default {default!s:<10} {text}")

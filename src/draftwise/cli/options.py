@@ -152,18 +152,12 @@ def bad_words(flags: Flags, llm: LLM) -> dict[str, Any]:
 
 
 def drafter_options(drafter: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The options of a drafter, known to exist. Raises ValueError, naming the choices, where it or one of them does not."""
-    import draftwise
+    """The options of a drafter, checked. Raises ValueError, naming the choices, if it or one of them does not exist."""
+    from draftwise.drafters import parse_options
 
-    name = drafter.partition(":")[0]
-    known = draftwise.drafter_names()
-    if name not in known and "." not in name:
-        raise ValueError(f"unknown drafter {name!r}; there are: {', '.join(known)}")
-    has = [option for option, *_ in draftwise.drafter_options(name)]
-    for key, _ in pairs:
-        if key not in has:
-            raise ValueError(f"unknown option {key!r} for {name}; it has: {', '.join(has) or 'none'}")
-    return dict(pairs)
+    options = {key.replace("-", "_"): value for key, value in pairs}
+    parse_options(drafter.partition(":")[0], options)
+    return options
 
 
 def load(flags: Flags, *, drafter: str, options: Mapping[str, str], batch: int = 1) -> LLM:

@@ -16,8 +16,8 @@ def command(model: str, revision: str | None, as_json: bool) -> None:
 
     MODEL is a hub id or an alias. Prints where it lies; what is there already is checked and kept.
     """
-    from draftwise.checkpoint import resolve
+    from draftwise.checkpoint import pull
     from draftwise.cli.output import print_json
 
-    path = str(resolve(model, revision=revision))
+    path = str(pull(model, revision=revision, progress=options.note))
     print_json({"model": model, "path": path}) if as_json else click.echo(path)

@@ -1,0 +1,72 @@
+"""The main job on the default model: three prompts, greedy and sampled, decoded plainly and speculatively, side by side.
+
+python scripts/demo.py [MODEL] [DRAFTER]      (default: smollm2 ngram)
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import draftwise as dw
+
+PROMPTS = {
+    "a question": "Why is the sky blue? Answer in a short paragraph.",
+    "an edit of a given text": (
+        "Replace the name Tom by Anna in this text and change nothing else:\n\n"
+        "Tom got up at six. Tom fed the cat, and Tom made a pot of coffee. Then Tom walked to the station, where Tom took "
+        "the train to the city. In the evening Tom came home, cooked some soup, and read a book until Tom fell asleep."
+    ),
+    "a small program": "Write a Python function that tells whether a word is a palindrome, with three examples of its use.",
+}
+SAMPLING = {"greedy": {}, "temperature 0.8, seed 1": {"temperature": 0.8, "top_p": 0.95, "seed": 1}}
+TOKENS = 128
+
+
+def decode(llm: dw.LLM, prompt: str, params: dict[str, float]) -> tuple[dw.Result, Text]:
+    """The result, and its text with the drafted and accepted tokens in green."""
+    text, result = Text(), None
+    for event in llm.stream(prompt, max_tokens=TOKENS, **params):
+        for piece in event.pieces:
+            text.append(piece.text, style="green" if piece.drafted else "")
+        result = event.result or result
+    assert result is not None
+    return result, text
+
+
+def main(model: str = "smollm2", drafter: str = "ngram") -> int:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    plain = dw.load(model, notice=console.print)
+    drafting = plain.using(drafter=drafter)
+    console.print(f"{model} ({plain.weights}), plain decoding beside drafter {drafter}; green: drafted and accepted\n")
+    for llm in (plain, drafting):  # a first run warms kernels and caches
+        decode(llm, "Count from one to ten.", {})
+    heads = ("prompt", "decoding", "plain", "speculative", "speed-up", "tokens a pass", "texts")
+    summary = Table(*heads, box=None, pad_edge=False)
+    same = True
+    for kind, prompt in PROMPTS.items():
+        for name, params in SAMPLING.items():
+            (slow, before), (fast, after) = (decode(llm, prompt, params) for llm in (plain, drafting))
+            same = same and slow.tokens == fast.tokens
+            pages = Table(f"{kind}, {name}: plain", "speculative", expand=True)
+            pages.add_row(before, after)
+            console.print(pages)
+            summary.add_row(
+                kind,
+                name,
+                f"{slow.stats.tokens_per_second:.0f} tokens/s",
+                f"{fast.stats.tokens_per_second:.0f} tokens/s",
+                f"{fast.stats.tokens_per_second / slow.stats.tokens_per_second:.2f}×",
+                f"{fast.stats.tokens_per_step:.2f}",
+                "identical" if slow.tokens == fast.tokens else "DIFFERENT",
+            )
+    console.print("", summary, "")
+    console.print("All texts are identical, token for token." if same else "Some texts differ; draftwise verify says why.")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
