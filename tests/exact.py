@@ -96,7 +96,7 @@ def levels(drawn: Drawn, *widths: int) -> Tree:
 class World:
     """A target and drafters, each a random distribution for every prefix; now and then q equals p.
 
-    `zeros`: how often a token has no probability. `stops(prefix)`: drafters end the draft before the token that would follow `prefix`.
+    `zeros`: how often a token has no probability. `stops(prefix)`: drafters end there, before the token after `prefix`.
     """
 
     seed: int

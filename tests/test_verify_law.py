@@ -8,10 +8,10 @@ from fractions import Fraction as F
 
 import numpy as np
 import pytest
-from exact import Chance, ExactNoise, Group, Tree, World, law, levels
 
 from draftwise.types import VERIFY_RULES, Draft, Drawn
 from draftwise.verify import verify
+from exact import Chance, ExactNoise, Group, Tree, World, law, levels
 
 CHOSEN, CHAIN, WITH, WITHOUT = Drawn.CHOSEN, Drawn.CHAIN, Drawn.WITH_REPLACEMENT, Drawn.WITHOUT_REPLACEMENT
 LEAF: Tree = ()
@@ -38,6 +38,7 @@ MERGED = {
     "three kinds": (Group(WITH, (LEAF, LEAF)), Group(CHOSEN, (levels(CHOSEN, 1),)), Group(CHAIN, (LEAF,))),
 }
 SHAPES = CHAINS | TREES | UNBALANCED | MERGED
+TWO_STEPS = ("chain 2", "chosen (2, 1)", "with replacement (2,)", "without replacement (3,)", "chosen, chain")
 WIDE = {"with replacement (2, 2)", "without, with"}  # thousands of outcomes each
 
 
