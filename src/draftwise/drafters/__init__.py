@@ -1,0 +1,90 @@
+"""Drafters: one file a method, found by its file name; a dotted path "package.module" works for code outside."""
+
+from __future__ import annotations
+
+import pkgutil
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+SHARED = ("base",)
+
+
+class OptionInfo(NamedTuple):
+    """An option of a drafter, as its file declares it."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+
+
+def drafter_names() -> list[str]:
+    """The drafters that ship with the package."""
+    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in SHARED)
+
+
+def find_drafter(name: str) -> ModuleType:
+    """The module of a drafter. Raises ValueError naming the choices."""
+    if "." in name:
+        try:
+            module = import_module(name)
+        except ImportError as error:
+            raise ValueError(f"drafter {name!r} cannot be imported: {error}") from None
+        if not hasattr(module, "build") or not hasattr(module, "Options"):
+            raise ValueError(f"drafter {name!r} has no `Options` and `build`")
+        return module
+    if name not in drafter_names():
+        raise ValueError(f"unknown drafter {name!r}; choices: {', '.join(drafter_names())}, or a dotted module path")
+    return import_module(f"{__name__}.{name}")
+
+
+def drafter_options(name: str) -> list[OptionInfo]:
+    """The options of a drafter, in the order declared."""
+    module = find_drafter(name)
+    hints = typing.get_type_hints(module.Options)
+    return [
+        OptionInfo(
+            item.name,
+            _type_name(hints[item.name]),
+            None if item.default is MISSING else item.default,
+            item.metadata.get("help", ""),
+        )
+        for item in fields(module.Options)
+    ]
+
+
+def parse_options(name: str, given: Mapping[str, Any]) -> Any:
+    """The drafter's Options from values as typed by a user. Raises ValueError naming what is wrong and the choices."""
+    module = find_drafter(name)
+    hints = typing.get_type_hints(module.Options)
+    values = {}
+    for key, value in given.items():
+        key = key.replace("-", "_")
+        if key not in hints:
+            raise ValueError(f"unknown option {key!r} for {name}; it has: {', '.join(hints) or 'none'}")
+        values[key] = _convert(name, key, hints[key], value)
+    return module.Options(**values)
+
+
+def _convert(drafter: str, key: str, hint: Any, value: Any) -> Any:
+    members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if not isinstance(value, str):
+        return value
+    if type(None) in members and value.lower() == "none":
+        return None
+    kind = next(member for member in members if member is not type(None))
+    try:
+        if kind is bool:
+            return {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}[value.lower()]
+        return kind(value)
+    except (ValueError, KeyError):
+        raise ValueError(f"option {key} of {drafter} is {value!r}; it must be {_type_name(hint)}") from None
+
+
+def _type_name(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)
