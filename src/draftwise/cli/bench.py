@@ -45,7 +45,8 @@ def command(
     Speed is that of a request while decoding, its first token left out.
     """
     if cost:
-        return _cost(flags, cost_context, as_json)
+        _cost(flags, cost_context, as_json)
+        return None
 
     from draftwise.bench.workloads import read
 

@@ -16,58 +16,33 @@ Flags = Mapping[str, Any]
 """The shared options of a command line by name, as click hands them over."""
 
 
-class DraftTokens(click.ParamType):
-    """A number of drafted tokens a step, or `auto` (None): as many as pay."""
-
-    name = "n|auto"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        if value == "auto" or isinstance(value, int):
-            return None if value == "auto" else value
-        if not value.isdecimal():
-            self.fail(f"{value!r} is neither a whole number from 0 (off) nor auto", param, ctx)
-        return int(value)
+def draft_tokens(text: str) -> int | None:
+    """A number of drafted tokens a step, or None for auto: as many as pay."""
+    if text != "auto" and not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is neither a whole number from 0 (off) nor auto")
+    return None if text == "auto" else int(text)
 
 
-class Pair(click.ParamType):
-    """KEY=VALUE, as a tuple of two strings."""
-
-    name = "key=value"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        key, equals, rest = value.partition("=")
-        if not (key and equals):
-            self.fail(f"{value!r} is not of the form KEY=VALUE", param, ctx)
-        return key, rest
+def pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise click.BadParameter(f"{text!r} is not of the form KEY=VALUE")
+    return key, value
 
 
-class TokenIds(click.ParamType):
-    """Token ids between commas."""
-
-    name = "id,id,…"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",")]
-        if not all(part.isdecimal() for part in parts):
-            self.fail(f"{value!r} is not a list of token ids such as 11,42,7", param, ctx)
-        return tuple(int(part) for part in parts)
+def token_bias(text: str) -> tuple[int, float]:
+    token, bias = pair(text)
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a token id and a number, such as 42=-100") from None
 
 
-class TokenBias(Pair):
-    """ID=VALUE, a token id and what is added to its logit."""
-
-    name = "id=value"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        token, bias = super().convert(value, param, ctx)
-        try:
-            return int(token), float(bias)
-        except ValueError:
-            self.fail(f"{value!r} is not a token id and a number, such as 42=-100", param, ctx)
+def token_ids(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of token ids such as 11,42,7")
+    return tuple(map(int, parts))
 
 
 def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -82,8 +57,8 @@ drafter_option = click.option(
 model_options = _stacked(
     click.option("--model", default="smollm2", show_default=True, metavar="MODEL",
                  help="A folder, a hub id, a .gguf file or an alias."),
-    click.option("-o", "options", type=Pair(), multiple=True, help="An option of the drafter; may be repeated."),
-    click.option("--draft-tokens", type=DraftTokens(), default="auto", show_default=True,
+    click.option("-o", "options", type=pair, metavar="KEY=VALUE", multiple=True, help="An option of the drafter; repeatable."),
+    click.option("--draft-tokens", type=draft_tokens, metavar="N|auto", default="auto", show_default=True,
                  help="Most tokens to draft a step; auto drafts what pays, 0 nothing."),
     click.option("--verify", type=click.Choice(["match", "rejection", "block"]), default="match", show_default=True,
                  help="Verification rule; match gives the same tokens as plain decoding, seed for seed."),
@@ -107,12 +82,12 @@ sampling_options = _stacked(
     click.option("--repetition-penalty", type=float, default=1.0, help="Above 1 discourages tokens of prompt and output."),
     click.option("--presence-penalty", type=float, default=0.0, help="Subtracted once from tokens of the output."),
     click.option("--frequency-penalty", type=float, default=0.0, help="Subtracted for each time a token was output."),
-    click.option("--logit-bias", type=TokenBias(), multiple=True, help="Added to a token's logit; may be repeated."),
-    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Text never to be said; may be repeated."),
-    click.option("--allowed-tokens", type=TokenIds(), help="The only tokens that may be said."),
+    click.option("--logit-bias", type=token_bias, metavar="ID=VALUE", multiple=True, help="Added to a logit; repeatable."),
+    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Text never to be said; repeatable."),
+    click.option("--allowed-tokens", type=token_ids, metavar="ID,ID,…", help="The only tokens that may be said."),
     click.option("--min-tokens", type=int, default=0, help="No end before this many tokens."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the output; may be repeated."),
-    click.option("--stop-token", "stop_tokens", type=int, multiple=True, metavar="ID", help="Token that ends the output."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="Text that ends the output; repeatable."),
+    click.option("--stop-token", "stop_tokens", type=int, multiple=True, metavar="ID", help="Token that ends it; repeatable."),
     click.option("--ignore-eos", is_flag=True, help="Go on past the model's own end token."),
     click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities, and the N likeliest tokens."),
     click.option("--seed", type=int, help="The same seed gives the same output; default: a fresh one."),

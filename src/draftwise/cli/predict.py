@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,38 +16,27 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
-class Rates(click.ParamType):
+def rates(text: str) -> tuple[float, ...]:
     """Acceptance: one rate, or one for each depth between commas."""
-
-    name = "rate[,rate…]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[float, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            rates = tuple(float(part) for part in value.split(","))
-        except ValueError:
-            rates = ()
-        if not rates or not all(0 <= rate <= 1 for rate in rates):
-            self.fail(f"{value!r} is not one or more numbers between 0 and 1", param, ctx)
-        return rates
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= rate <= 1 for rate in found):
+        raise click.BadParameter(f"{text!r} is not one or more numbers between 0 and 1")
+    return found
 
 
-class Size(click.ParamType):
+def size(text: str) -> float:
     """A number that may end in K, M, B or T, such as 1.5B."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        try:
-            size = float(value.rstrip("KMBTkmbt")) * SUFFIXES.get(value[-1:].upper(), 1)
-        except ValueError:
-            size = 0.0
-        if not size > 0:
-            self.fail(f"{value!r} is not a size such as 135M or 8B", param, ctx)
-        return size
+    scale = SUFFIXES.get(text[-1:].upper())
+    try:
+        found = float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise click.BadParameter(f"{text!r} is not a size such as 135M or 8B")
+    return found
 
 
 @click.command(
@@ -58,12 +47,12 @@ class Size(click.ParamType):
         "draftwise predict --parameters 1.5B --bits 4.5 --bandwidth 40 --arithmetic 870      # two CPU cores",
     )
 )
-@click.option("--acceptance", type=Rates(), default="0.7", show_default=True,
+@click.option("--acceptance", type=rates, metavar="RATE[,RATE…]", default="0.7", show_default=True,
               help="Chance that a drafted token is accepted; by depth if several, the last going on.")
 @click.option("--cost", type=click.FloatRange(min=0), default=0.1, show_default=True,
               help="Time of one drafted token over that of a plain target pass; 0 for n-gram drafts.")
 @click.option("--length", type=click.IntRange(min=0), help="The draft length you have in mind; default: the best one.")
-@click.option("--parameters", type=Size(), help="Weights of the target, such as 8B; with it, what the machine makes of a pass.")
+@click.option("--parameters", type=size, metavar="SIZE", help="Weights of the target, such as 8B; adds the roofline of a pass.")
 @click.option("--bits", type=click.FloatRange(min=0, min_open=True), default=16, show_default=True, help="Of a weight.")
 @click.option("--bandwidth", type=click.FloatRange(min=0, min_open=True), default=40, show_default=True, help="Memory, GB/s.")
 @click.option("--arithmetic", type=click.FloatRange(min=0, min_open=True), default=870, show_default=True, help="GFLOP/s.")
