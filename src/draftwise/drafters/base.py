@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from draftwise.cache import KVCache
 from draftwise.models.base import Model
 from draftwise.sequence import Sequence
-from draftwise.tokenizer import Tokenizer
 from draftwise.types import Draft, Limit, Outcome, Tap
+
+if TYPE_CHECKING:
+    from draftwise.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,11 +191,14 @@ class Engine:
             verdict = decide(logits, seq, draft)
         except ValueError as error:  # a mask hook or a combination that forbids every token: this request's own fault
             return self._close(seq, seq.end("error", str(error)))
+        decoding = _decoding(turn)
         kept = [*range(fed), *(fed + node for node in verdict.path)]
         self.cache.commit(turn.slot, kept)
         accepted = [draft.tokens[node] for node in verdict.path]
         taken, pieces = seq.extend([*accepted, verdict.token], drafted=len(accepted))
-        self._account(turn, draft, verdict, taken)
+        self._clocks[seq.id].emitted()
+        if decoding:
+            self._account(seq, draft, verdict, taken)
         report_logprobs(logits, seq, draft, verdict, taken)
         outcome = Outcome(
             consumed=(*turn.tokens, *accepted),
@@ -210,12 +213,8 @@ class Engine:
             return self._close(seq, pieces, outcome.emitted)
         return Event(seq.id, outcome.emitted, pieces)
 
-    def _account(self, turn: Turn, draft: Draft, verdict: Verdict, taken: int) -> None:
-        """Count the pass. Nodes accepted past the request's end count as never reached."""
-        seq = turn.seq
-        self._clocks[seq.id].emitted()
-        if not _decoding(turn):
-            return
+    def _account(self, seq: Sequence, draft: Draft, verdict: Verdict, taken: int) -> None:
+        """Count a pass after the prefill. Nodes accepted past the request's end count as never reached."""
         path = verdict.path[:taken]
         counted = draft if taken > len(path) else draft.within(Limit(len(draft), len(path)))
         seq.stats.record(counted, path)

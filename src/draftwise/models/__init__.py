@@ -8,6 +8,7 @@ from importlib import import_module
 
 import torch
 
+from draftwise.checkpoint import Checkpoint
 from draftwise.models.base import Model, WeightSource
 from draftwise.models.linear import WeightKind
 
@@ -21,3 +22,13 @@ def native_builder(architecture: str) -> Callable[[WeightSource, WeightKind, tor
         return None
     builder: Callable[[WeightSource, WeightKind, torch.device], Model] = import_module(name).build
     return builder
+
+
+def load_model(checkpoint: Checkpoint, kind: WeightKind, device: torch.device) -> Model:
+    """The checkpoint's model by the file of its architecture, or by the universal backend. Raises ValueError by name."""
+    native = native_builder(checkpoint.config.architecture)
+    if native is not None and checkpoint.quantization is None:
+        return native(checkpoint, kind, device)
+    universal = import_module(f"{__name__}.transformers")
+    model: Model = universal.build(checkpoint, kind, device)
+    return model
