@@ -177,3 +177,43 @@ class World:
             else:
                 rest += [((*prefix, token), probability * p) for token, p in enumerate(self.p(prefix)) if p > 0]
         return dict(found)
+
+
+def fractions(*weights: int) -> np.ndarray:
+    return np.array([Fraction(w, sum(weights)) for w in weights], dtype=object)
+
+
+def matrix(*rows: np.ndarray) -> np.ndarray:
+    return np.array(rows, dtype=object)
+
+
+def chain(tokens: list[int], q: np.ndarray) -> Draft:
+    """Tokens drawn one after another from the same q."""
+    return Draft.chain(tokens, CHAIN, q=matrix(*[q] * len(tokens)))
+
+
+CHOSEN, CHAIN, WITH, WITHOUT = Drawn.CHOSEN, Drawn.CHAIN, Drawn.WITH_REPLACEMENT, Drawn.WITHOUT_REPLACEMENT
+LEAF: Tree = ()
+
+CHAINS = {f"{drawn.value} {gamma}": levels(drawn, *[1] * gamma) for drawn in (CHAIN, CHOSEN) for gamma in (1, 2, 3)}
+TREES = {
+    f"{drawn.value} {widths}": levels(drawn, *widths)
+    for drawn in (CHOSEN, WITH, WITHOUT)
+    for widths in ((2,), (3,), (1, 2), (2, 1), (2, 2))
+}
+UNBALANCED = {
+    "first child is a leaf": (Group(WITHOUT, (LEAF, levels(WITHOUT, 2))),),
+    "second child is a leaf": (Group(WITHOUT, (levels(CHAIN, 1, 1), LEAF)),),
+    "chosen below drawn": (Group(WITHOUT, (levels(CHOSEN, 2), levels(CHAIN, 1))),),
+    "drawn below chosen": (Group(CHOSEN, (levels(WITHOUT, 2), levels(WITH, 2))),),
+}
+MERGED = {
+    "two chosen": (Group(CHOSEN, (levels(CHOSEN, 1),)), Group(CHOSEN, (levels(CHOSEN, 2),))),
+    "two chains": (Group(CHAIN, (levels(CHAIN, 1),)), Group(CHAIN, (levels(CHAIN, 1),))),
+    "chosen, chain": (Group(CHOSEN, (levels(CHOSEN, 1),)), Group(CHAIN, (levels(CHAIN, 1),))),
+    "chain, chosen": (Group(CHAIN, (levels(CHAIN, 1),)), Group(CHOSEN, (levels(CHOSEN, 1),))),
+    "chosen, without": (Group(CHOSEN, (levels(CHAIN, 1),)), Group(WITHOUT, (levels(CHAIN, 1), LEAF))),
+    "without, with": (Group(WITHOUT, (LEAF, levels(CHAIN, 1))), Group(WITH, (LEAF, LEAF))),
+    "three kinds": (Group(WITH, (LEAF, LEAF)), Group(CHOSEN, (levels(CHOSEN, 1),)), Group(CHAIN, (LEAF,))),
+}
+SHAPES = CHAINS | TREES | UNBALANCED | MERGED
