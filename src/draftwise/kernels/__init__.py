@@ -1,0 +1,11 @@
+"""Hot code in C++, each piece beside its plain torch version in reference.py and held to it by a test."""
+
+from draftwise.kernels.loader import library
+from draftwise.kernels.packed import Packed, matmul, pack_dense, pack_int, pack_int4, pack_int8
+
+__all__ = ["Packed", "available", "matmul", "pack_dense", "pack_int", "pack_int4", "pack_int8"]
+
+
+def available() -> bool:
+    """True where the kernels are, or can be, compiled; the first call may take half a minute. Warns once where not."""
+    return library() is not None
