@@ -84,8 +84,15 @@ class Engine:
         return bool(self._sequences)
 
     def generate(self, requests: Seq[Request]) -> list[Result]:
-        """Run requests to their ends, together; results in their order."""
-        order = [self.submit(request) for request in requests]
+        """Run requests to their ends, together; results in their order. A request that is refused stops them all."""
+        order: list[int] = []
+        try:
+            for request in requests:
+                order.append(self.submit(request))
+        except ValueError:
+            for identity in order:
+                self.cancel(identity)
+            raise
         results: dict[int, Result] = {}
         while len(results) < len(order):
             results |= {event.request_id: event.result for event in self.step() if event.result is not None}
