@@ -123,7 +123,9 @@ def test_bias_is_added_in_float32():
     packed, dense, _ = make("q4_1", 50, 96)
     bias = torch.linspace(-1, 1, 50)
     x = torch.randn(5, 96).bfloat16()
-    assert close(kernels.matmul(x, packed.with_bias(bias), torch.float32), reference.matmul(x, dense, torch.float64) + bias, 3e-6)
+    assert close(
+        kernels.matmul(x, packed.with_bias(bias), torch.float32), reference.matmul(x, dense, torch.float64) + bias, 3e-6
+    )
 
 
 def test_wrong_shapes_are_named():

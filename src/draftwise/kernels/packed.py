@@ -145,14 +145,18 @@ def pack_int(
     return Packed(packed.lib, packed.struct, (*packed.tensors, *per_row))
 
 
-def pack_int4(values_OI: Tensor, scales_OG: Tensor, minima_OG: Tensor | None = None, *, lib: ctypes.CDLL | None = None) -> Packed:
+def pack_int4(
+    values_OI: Tensor, scales_OG: Tensor, minima_OG: Tensor | None = None, *, lib: ctypes.CDLL | None = None
+) -> Packed:
     """uint8 values 0 .. 15 in groups of 32 inputs: GGUF's Q4_0, Q4_1 and Q4_K. See pack_int."""
     if values_OI.dtype != torch.uint8 or int(values_OI.max()) > 15:
         raise ValueError("values must be uint8 from 0 to 15")
     return pack_int(values_OI, scales_OG, minima_OG, group=32, lib=lib)
 
 
-def pack_int8(values_OI: Tensor, scales_OG: Tensor, minima_OG: Tensor | None = None, *, lib: ctypes.CDLL | None = None) -> Packed:
+def pack_int8(
+    values_OI: Tensor, scales_OG: Tensor, minima_OG: Tensor | None = None, *, lib: ctypes.CDLL | None = None
+) -> Packed:
     """int8 values in groups of 16 or 32 inputs, or with one scale a row, as the shape of scales_OG says. See pack_int."""
     inputs, groups = values_OI.shape[1], scales_OG.shape[1]
     group = 0 if groups == 1 and inputs > 32 else next((g for g in (32, 16) if -(-inputs // g) == groups), -1)
