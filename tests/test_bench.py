@@ -73,7 +73,7 @@ class FakeLLM:
     def __init__(self, log: list, drafter: str = "none", options: Mapping[str, str] | None = None):
         self.log, self.drafter, self.options = log, drafter, options or {}
 
-    def using(self, *, drafter: str, options: Mapping[str, str]) -> "FakeLLM":
+    def using(self, drafter: str, *, options: Mapping[str, str]) -> "FakeLLM":
         self.log.append(("built", drafter))
         return FakeLLM(self.log, drafter, options)
 

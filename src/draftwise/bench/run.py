@@ -38,8 +38,8 @@ class Run:
 
     @property
     def stats(self) -> Stats:
-        first, *rest = self.by_category.values()
-        return sum(rest, start=first)
+        first, *others = self.by_category.values()
+        return sum(others, start=first)
 
     def add(self, category: str, result: Result) -> None:
         so_far = self.by_category.get(category)
@@ -64,18 +64,20 @@ def side_by_side(
     *,
     batch: int = 1,
     repeat: int = 1,
+    drafting: Mapping[str, Any] | None = None,
     progress: Callable[[], None] = lambda: None,
     **generate: Any,
 ) -> list[Run]:
     """Decode every prompt with plain decoding and with each setting; the first run returned is the plain control.
 
     The order turns with every group of `batch` prompts, so that none is always first. Each repeat builds its drafters
-    anew: one that remembers earlier requests must not meet its own output again. `generate` goes to LLM.generate.
+    anew: one that remembers earlier requests must not meet its own output again. `drafting` goes to LLM.using (how much
+    to draft, and the draft's weights), `generate` to LLM.generate.
     """
     runs = [Run(setting) for setting in (PLAIN, *settings)]
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     for again in range(repeat):
-        engines = [llm.using(drafter=run.setting.drafter, options=run.setting.options) for run in runs]
+        engines = [llm.using(run.setting.drafter, options=run.setting.options, **drafting or {}) for run in runs]
         for engine in engines:
             engine.generate([WARM_UP], **generate)
         for turn, group in enumerate(groups, again):

@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
 import click
+
+from draftwise import __version__
 
 COMMANDS = ("generate", "chat", "bench", "predict", "pull", "doctor")
 
@@ -37,20 +38,13 @@ class Commands(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def _version() -> str:
-    try:
-        return version("draftwise")
-    except PackageNotFoundError:
-        return "(not installed)"
-
-
 @click.group(
     cls=Commands,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog="Example: draftwise generate 'Why is the sky blue?' --drafter ngram",
 )
-@click.version_option(_version(), prog_name="draftwise")
+@click.version_option(__version__, prog_name="draftwise")
 @click.option("--traceback", is_flag=True, help="Show where an error came from.")
 @click.pass_context
 def group(ctx: click.Context, traceback: bool) -> None:

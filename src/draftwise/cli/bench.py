@@ -59,6 +59,7 @@ def command(
 
     from draftwise.bench import report
     from draftwise.bench.run import Setting, first_difference, side_by_side
+    from draftwise.cli.output import Terminal, print_json
 
     llm = options.load(flags, drafter="none", options={}, batch=batch)
     params |= options.bad_words(flags, llm)
@@ -71,6 +72,7 @@ def command(
             workload.prompts,
             batch=batch,
             repeat=repeat,
+            drafting={name: flags[name] for name in ("draft_tokens", "draft_dtype", "draft_quantize")},
             progress=lambda: bar.advance(task),
             raw=flags["raw"],
             **params,
@@ -85,11 +87,9 @@ def command(
         batch=batch,
     )
     if as_json:
-        from draftwise.cli.output import print_json
-
         print_json(outcome)
     else:
-        console = Console()
+        console = Terminal()
         size = f"{len(workload.prompts)} prompts, {flags['max_tokens']} tokens each at most"
         console.print(f"{flags['model']} ({llm.weights}), {size}\n")
         for table in report.tables(outcome):
@@ -110,21 +110,16 @@ def command(
 
 
 def _cost(flags: dict[str, Any], context: int, as_json: bool) -> None:
+    from draftwise.bench import report
     from draftwise.bench.cost import cost_table
+    from draftwise.cli.output import Terminal, print_json
 
     llm = options.load(flags, drafter="none", options={})
     cost = cost_table(llm, flags["model"], device=flags["device"], context=context)
     if as_json:
-        from draftwise.cli.output import print_json
-
         return print_json(cost)
-
-    from rich.console import Console
-
-    from draftwise.bench.report import cost_table as table
-
-    console = Console()
-    console.print(f"{cost['model']} ({cost['weights']}), passes after {context} tokens\n", table(cost), "")
+    console = Terminal()
+    console.print(f"{cost['model']} ({cost['weights']}), passes after {context} tokens\n", report.cost_table(cost), "")
     console.print(
         f"memory reads at {cost['read_gb_per_s']} GB/s, so the weights take {cost['floor_milliseconds']:.2f} ms at least"
     )

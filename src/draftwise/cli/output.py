@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,24 +32,33 @@ def stream(events: Iterator[Event]) -> Result:
     with closing(events) as source:  # type: ignore[type-var]  # a generator, which has close()
         for event in source:
             for piece in event.pieces:
-                click.echo(click.style(piece.text, fg=DRAFTED) if coloured and piece.drafted else piece.text, nl=False)
+                text = click.style(piece.text, fg=DRAFTED) if coloured and piece.drafted else piece.text
+                click.echo(text, nl=False, color=coloured)
             result = event.result or result
     click.echo()
     assert result is not None
     return result
 
 
-def figures(results: Iterable[Result]) -> None:
+def figures(results: Sequence[Result]) -> None:
     """One line on standard error: how fast, how many tokens a pass, how much was accepted, and who drafted."""
-    first, *rest = results
-    stats = sum((result.stats for result in rest), start=first.stats)
+    from draftwise import LLM
+
+    stats = LLM.pool(results)
     parts = [f"{stats.tokens_per_second:.1f} tokens/s", f"{stats.tokens_per_step:.2f} tokens a pass"]
     if stats.drafted:
         parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens accepted")
-    parts.append(f"drafter {first.drafter}")
+    parts.append(f"drafter {results[0].drafter}")
     if in_colour() and stats.accepted:
         parts.append(click.style("drafted and accepted tokens in this colour", fg=DRAFTED))
-    click.echo(" · ".join(parts), err=True)
+    click.echo(" · ".join(parts), err=True, color=in_colour() or None)
+
+
+class Terminal(Console):
+    """A console for which a reader that left is what it is for click."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def print_json(value: Any) -> None:

@@ -105,11 +105,10 @@ def command(
 
 
 def _show(rows: list[Forecast], best: int, chosen: int, roofline: Roofline | None) -> None:
-    from rich.console import Console
-
     from draftwise.bench.report import plain_table
+    from draftwise.cli.output import Terminal
 
-    console = Console()
+    console = Terminal()
     table = plain_table("length", "tokens a pass", "all accepted", "speed-up", "")
     table.add_column("")
     highest = max(row.speedup for row in rows)
