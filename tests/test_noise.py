@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,22 +13,7 @@ from torch import Tensor
 from draftwise.sampling import Noise, Purpose, _first_arrivals, _hashes, _key
 from draftwise.types import Draft, Drawn
 from draftwise.verify import verify
-
-
-def deviation(counts: Counter, expected: dict) -> float:
-    """How far chi-squared lies above its mean, in standard deviations (Wilson and Hilferty 1931). 5: one in 3 million."""
-    assert counts.keys() <= expected.keys()
-    total, degrees = sum(counts.values()), len(expected) - 1
-    chi_squared = sum((counts[key] - total * p) ** 2 / (total * p) for key, p in expected.items())
-    spread = 2 / (9 * degrees)
-    return ((chi_squared / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
-
-
-def joint(*laws: Iterable[float]) -> dict:
-    """The law of independent draws."""
-    cells = itertools.product(*(enumerate(law) for law in laws))
-    return {tuple(v for v, _ in cell): math.prod(p for _, p in cell) for cell in cells}
-
+from laws import deviation, joint
 
 P = [0.4, 0.3, 0.2, 0.1]
 ROW = torch.tensor(P)

@@ -14,7 +14,7 @@ from draftwise import sampling
 from draftwise.sampling import Noise
 from draftwise.types import VERIFY_RULES, Draft, Drawn
 from draftwise.verify import check_rule, verify
-from exact import SHAPES, Chance, ExactNoise, World, chain, fractions, law
+from laws import SHAPES, Chance, ExactNoise, World, chain, fractions, law
 
 RATIO_RULES = ("rejection", "block")
 

@@ -1,6 +1,6 @@
 """Every rule emits exactly the target's distribution: the production code, enumerated in fractions.
 
-`exact.World` makes targets and drafters that differ from prefix to prefix; a step's output is extended by the target
+`laws.World` makes targets and drafters that differ from prefix to prefix; a step's output is extended by the target
 alone to a common length, and the joint law of those tokens must be the target's, to the last digit.
 """
 
@@ -10,7 +10,7 @@ import pytest
 
 from draftwise.types import VERIFY_RULES, Draft, Drawn
 from draftwise.verify import verify
-from exact import MERGED, SHAPES, Chance, ExactNoise, Tree, World, chain, fractions, law, matrix
+from laws import MERGED, SHAPES, Chance, ExactNoise, Tree, World, chain, fractions, law, matrix
 
 CHOSEN, CHAIN, WITH, WITHOUT = Drawn.CHOSEN, Drawn.CHAIN, Drawn.WITH_REPLACEMENT, Drawn.WITHOUT_REPLACEMENT
 

@@ -1,8 +1,12 @@
-"""Exact laws of random experiments: every outcome of every choice is run, and its probability is a fraction."""
+"""Laws of random experiments: exact ones, where every outcome of every choice is run and its probability is a fraction;
+and how far a sample lies from the law it should have.
+"""
 
 import functools
+import itertools
+import math
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -190,6 +194,21 @@ def matrix(*rows: np.ndarray) -> np.ndarray:
 def chain(tokens: list[int], q: np.ndarray) -> Draft:
     """Tokens drawn one after another from the same q."""
     return Draft.chain(tokens, CHAIN, q=matrix(*[q] * len(tokens)))
+
+
+def deviation(counts: Counter, expected: dict) -> float:
+    """How far chi-squared lies above its mean, in standard deviations (Wilson and Hilferty 1931). 5: one in 3 million."""
+    assert counts.keys() <= expected.keys()
+    total, degrees = sum(counts.values()), len(expected) - 1
+    chi_squared = sum((counts[key] - total * p) ** 2 / (total * p) for key, p in expected.items())
+    spread = 2 / (9 * degrees)
+    return ((chi_squared / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+
+
+def joint(*laws: Iterable[float]) -> dict:
+    """The law of independent draws."""
+    cells = itertools.product(*(enumerate(law) for law in laws))
+    return {tuple(v for v, _ in cell): math.prod(p for _, p in cell) for cell in cells}
 
 
 CHOSEN, CHAIN, WITH, WITHOUT = Drawn.CHOSEN, Drawn.CHAIN, Drawn.WITH_REPLACEMENT, Drawn.WITHOUT_REPLACEMENT
