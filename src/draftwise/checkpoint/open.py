@@ -78,12 +78,22 @@ def open_checkpoint(source: str | Path, *, revision: str | None = None) -> Check
     Raises ValueError, with one line that says what to do, for whatever is missing, damaged or not supported.
     """
     path = Path(source).expanduser()
-    if path.is_dir():
-        return _open_folder(str(source), path)
-    if path.is_file():
-        return _open_gguf(str(source), path)
-    found = hub.locate(str(source), revision=revision)
-    return _open_folder(str(source), found) if found.is_dir() else _open_gguf(str(source), found)
+    if not path.exists():
+        path = _fetched(str(source), revision)
+    elif revision is not None:
+        raise ValueError(f"{source}: a local path has no revision {revision!r}; leave it out, or give a hub id")
+    return _open_folder(str(source), path) if path.is_dir() else _open_gguf(str(source), path)
+
+
+def _fetched(source: str, revision: str | None) -> Path:
+    """The local copy of a hub id or alias; the network is asked only when it is missing or incomplete."""
+    path = hub.cached(source, revision=revision)
+    if path is not None and path.is_dir():
+        try:
+            FolderWeights(path)
+        except ValueError:
+            path = None
+    return hub.pull(source, revision=revision) if path is None else path
 
 
 def _open_folder(source: str, folder: Path) -> Checkpoint:
