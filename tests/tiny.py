@@ -101,3 +101,65 @@ def tiny_tokenizer(folder: Path | str, *, chat_template: str | None = CHAT_TEMPL
         settings["chat_template"] = chat_template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     return folder
+
+
+def tiny_gguf(path: Path | str, folder: Path | str, *, kind: str = "F32", split_tensors: int = 0, **metadata: Any) -> Path:
+    """Write a tiny_checkpoint of architecture llama, mistral, qwen2 or qwen3 as a GGUF file, as llama.cpp converts it.
+
+    kind: the block kind of every matrix; one that `gguf.quantize` can make. split_tensors: tensors a part, 0 for one file.
+    metadata: further keys, dots written as double underscores, or None to leave one out. Returns the (first) file's path.
+    """
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+    from safetensors.torch import load_file
+
+    path, folder = Path(path), Path(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    model = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    words = tokenizer["model"]["vocab"]
+    keys = {
+        f"{model}.context_length": config["max_position_embeddings"],
+        f"{model}.embedding_length": config["hidden_size"],
+        f"{model}.feed_forward_length": config["intermediate_size"],
+        f"{model}.block_count": config["num_hidden_layers"],
+        f"{model}.attention.head_count": heads,
+        f"{model}.attention.head_count_kv": kv_heads,
+        f"{model}.attention.key_length": config.get("head_dim") or config["hidden_size"] // heads,
+        f"{model}.attention.value_length": config.get("head_dim") or config["hidden_size"] // heads,
+        f"{model}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        f"{model}.rope.freq_base": float(config["rope_parameters"]["rope_theta"]),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": sorted(words, key=words.__getitem__),
+        "tokenizer.ggml.token_type": [3 if word in SPECIALS else 1 for word in sorted(words, key=words.__getitem__)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    } | {key.replace("__", "."): value for key, value in metadata.items()}
+    writer = GGUFWriter(path, model, split_max_tensors=split_tensors)
+    for key, value in keys.items():
+        if value is not None:
+            put = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+            put.get(type(value), writer.add_array)(key, value)
+    names = {
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
+        "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
+        if model == "llama" and ("q_proj" in name or "k_proj" in name):
+            count = heads if "q_proj" in name else kv_heads
+            tensor = tensor.view(count, 2, -1, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        for theirs, ours in names.items():
+            name = name.replace(theirs, ours)
+        number = GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
+        writer.add_tensor(name, quantize(tensor.numpy(), number), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if not split_tensors else next(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))

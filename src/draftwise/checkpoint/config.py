@@ -55,6 +55,7 @@ def from_huggingface(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     kv_heads = int(get("num_key_value_heads", heads))
     if known and (not heads or heads % kv_heads):
         raise ValueError(f"config.json has {heads} attention heads for {kv_heads} key/value heads; one must divide the other")
+    eos = _ids(text.get("eos_token_id", raw.get("eos_token_id"))) + _ids(generation.get("eos_token_id"))
     attention_bias = architecture == "qwen2" or bool(keys.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
@@ -76,7 +77,7 @@ def from_huggingface(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> M
         mlp_bias=architecture == "llama" and bool(keys.get("mlp_bias", False)),
         query_key_norm=architecture == "qwen3",
         activation=str(get("hidden_act", "silu")),
-        eos_tokens=_ids(text.get("eos_token_id", raw.get("eos_token_id"))) + _ids(generation.get("eos_token_id")),
+        eos_tokens=tuple(dict.fromkeys(eos)),
         bos_token=next(iter(_ids(text.get("bos_token_id", raw.get("bos_token_id")))), None),
         raw=dict(raw),
     )

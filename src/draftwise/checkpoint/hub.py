@@ -17,7 +17,8 @@ from pathlib import Path
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CHUNK = 1 << 22
-_HUB_FILES = {
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # of a hub repository
+_UNWANTED = ["*/*", "consolidated*"]
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
     "ignore_patterns": ["*/*", "consolidated*"],
 }
@@ -63,9 +64,12 @@ def cached(source: str, *, revision: str | None = None) -> Path | None:
     from huggingface_hub import errors, snapshot_download
 
     try:
-        return Path(snapshot_download(source, revision=revision, local_files_only=True, **_HUB_FILES))
+        folder = snapshot_download(
+            source, revision=revision, local_files_only=True, allow_patterns=_WANTED, ignore_patterns=_UNWANTED
+        )
     except (errors.LocalEntryNotFoundError, errors.HFValidationError):
         return None
+    return Path(folder)
 
 
 def pull(source: str, *, revision: str | None = None, progress: Callable[[str], None] | None = None) -> Path:
@@ -182,7 +186,7 @@ def _pull_hub(name: str, revision: str | None, say: Callable[[str], None]) -> Pa
     where = f"{name} at {revision}" if revision else name
     say(f"fetching {where} from the hub")
     try:
-        folder = snapshot_download(name, revision=revision, **_HUB_FILES)
+        folder = snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
     except errors.GatedRepoError as error:
         raise ValueError(
             f"{name} is gated: ask for access on its page on the hub, then run `hf auth login` or set HF_TOKEN"
