@@ -19,9 +19,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CHUNK = 1 << 22
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # of a hub repository
 _UNWANTED = ["*/*", "consolidated*"]
-    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"],
-    "ignore_patterns": ["*/*", "consolidated*"],
-}
 
 
 @dataclass(frozen=True)
