@@ -103,11 +103,20 @@ def tiny_tokenizer(folder: Path | str, *, chat_template: str | None = CHAT_TEMPL
     return folder
 
 
-def tiny_gguf(path: Path | str, folder: Path | str, *, kind: str = "F32", split_tensors: int = 0, **metadata: Any) -> Path:
+def tiny_gguf(
+    path: Path | str,
+    folder: Path | str,
+    *,
+    kind: str = "F32",
+    split_tensors: int = 0,
+    rope_factors: list[float] | None = None,
+    **metadata: Any,
+) -> Path:
     """Write a tiny_checkpoint of architecture llama, mistral, qwen2 or qwen3 as a GGUF file, as llama.cpp converts it.
 
     kind: the block kind of every matrix; one that `gguf.quantize` can make. split_tensors: tensors a part, 0 for one file.
-    metadata: further keys, dots written as double underscores, or None to leave one out. Returns the (first) file's path.
+    rope_factors: the tensor rope_freqs.weight. metadata: further keys, dots written as double underscores, or None to
+    leave one out. Returns the (first) file's path.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, quantize
     from safetensors.torch import load_file
@@ -158,6 +167,10 @@ def tiny_gguf(path: Path | str, folder: Path | str, *, kind: str = "F32", split_
             name = name.replace(theirs, ours)
         number = GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
         writer.add_tensor(name, quantize(tensor.numpy(), number), raw_dtype=number)
+    if rope_factors is not None:
+        import numpy as np
+
+        writer.add_tensor("rope_freqs.weight", np.array(rope_factors, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
