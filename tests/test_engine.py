@@ -251,7 +251,7 @@ def test_requests_wait_for_room_and_all_come_out_right():
 
 
 def test_a_request_that_can_never_fit_is_refused():
-    made = engine(TableModel(VOCAB), NoDrafter(), capacity=64)
+    made = engine(TableModel(VOCAB), NoDrafter(), capacity=96)
     with pytest.raises(ValueError, match="lower max_tokens"):
         made.submit(Request(prompt=PROMPT, params=SamplingParams(max_tokens=100)))
     with pytest.raises(ValueError, match="the prompt has 600 tokens and the context is 512"):

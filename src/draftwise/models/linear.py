@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwise import kernels
 from draftwise.checkpoint import Quantized
 from draftwise.models.rows import RowRule, probe
 
@@ -22,11 +23,20 @@ GROUP = 32  # inputs that share a scale when we quantise
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """What weights become: `dtype` of activations and dense weights; `quantize` "int8", "int4", or None to keep the file's."""
+    """What weights become: `dtype` of activations and dense weights; `quantize` "int8", "int4", or None to keep the file's.
+
+    keep_blocks: a file's quantised blocks stay so, else they are expanded to dtype. compiled: use the C++ kernels where
+    this machine has them.
+    """
 
     dtype: torch.dtype
     quantize: str | None = None
-    keep_blocks: bool = True  # a file's quantised blocks stay so; False: they are expanded to dtype
+    keep_blocks: bool = True
+    compiled: bool = True
+
+    def runs_compiled(self, device: torch.device) -> bool:
+        """True where products on `device` go through the C++ kernels."""
+        return self.compiled and device.type == "cpu" and self.dtype in (torch.bfloat16, torch.float32) and kernels.available()
 
 
 def quantize(weight_MK: Tensor, kind: str) -> Quantized:
@@ -160,6 +170,26 @@ class Int4(Linear):
         return self.packed.nbytes + self.scales_GM2.nbytes
 
 
+class Compiled(Linear):
+    """Any kind by the C++ kernels: nothing of a file's blocks is rounded, and rows are invariant by construction."""
+
+    def __init__(self, weight: Tensor | Quantized, bias_M: Tensor | None) -> None:
+        outputs, inputs = weight.shape if isinstance(weight, Tensor) else weight.values.shape
+        super().__init__(inputs, outputs, bias_M)
+        if isinstance(weight, Tensor):
+            self.packed = kernels.pack_dense(weight)
+        else:
+            self.packed = kernels.pack_int(weight.values, weight.scales, weight.minima, group=weight.group)
+        self.kind = self.packed.kind
+
+    def product(self, x_NK: Tensor) -> Tensor:
+        return kernels.matmul(x_NK, self.packed)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes
+
+
 def make_linear(weight: Tensor | Quantized, bias_M: Tensor | None, kind: WeightKind, device: torch.device) -> Linear:
     """The product for a weight as the checkpoint has it, in the kind asked for, with its row rule probed."""
     bias_M = bias_M.to(device, kind.dtype) if bias_M is not None else None
@@ -168,7 +198,9 @@ def make_linear(weight: Tensor | Quantized, bias_M: Tensor | None, kind: WeightK
     if isinstance(weight, Tensor) and kind.quantize:
         weight = quantize(weight, kind.quantize)
     linear: Linear
-    if isinstance(weight, Tensor):
+    if kind.runs_compiled(device):
+        linear = Compiled(weight.to(kind.dtype) if isinstance(weight, Tensor) else weight, bias_M)
+    elif isinstance(weight, Tensor):
         linear = Dense(weight.to(device, kind.dtype), bias_M)
     elif weight.bits == 4 and kind.dtype != torch.float32 and weight.values.shape[0] % 16 == 0:
         linear = Int4(weight, bias_M, kind.dtype, device)
@@ -187,6 +219,9 @@ class RowRules:
 
     def settle(self, linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
         """Give the product its rule."""
+        if isinstance(linear, Compiled):
+            self._known[(f"compiled {linear.kind}", linear.inputs, linear.outputs)] = linear.rule
+            return
         key = (f"{type(linear).__name__} {dtype}", linear.inputs, linear.outputs)
         if key not in self._known:
             self._known[key] = probe(linear.product, linear.inputs, dtype, device)

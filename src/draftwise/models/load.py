@@ -12,7 +12,9 @@ from draftwise.models.linear import DTYPES, WeightKind
 QUANTIZED_BITS = {"int4": 5.0, "int8": 9.0}  # scales included
 
 
-def weight_kind(checkpoint: Checkpoint, *, dtype: str | None = None, quantize: str | None = None) -> WeightKind:
+def weight_kind(
+    checkpoint: Checkpoint, *, dtype: str | None = None, quantize: str | None = None, compiled: bool = True
+) -> WeightKind:
     """What the weights become. By default a file's blocks stay and a folder's numbers keep their type.
 
     Raises ValueError naming the choices.
@@ -24,19 +26,26 @@ def weight_kind(checkpoint: Checkpoint, *, dtype: str | None = None, quantize: s
     if dtype is not None:
         if quantize == "int4" and dtype == "fp32":
             raise ValueError("int4 weights run with bf16 or fp16 activations, not fp32; leave --dtype out or use --quantize int8")
-        return WeightKind(DTYPES[dtype], quantize, keep_blocks=False)
+        return WeightKind(DTYPES[dtype], quantize, keep_blocks=False, compiled=compiled)
     if checkpoint.format == "gguf" or quantize:
-        return WeightKind(torch.bfloat16, quantize)
+        return WeightKind(torch.bfloat16, quantize, compiled=compiled)
     raw = checkpoint.config.raw
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
-    return WeightKind(getattr(torch, name) if name in ("float32", "bfloat16", "float16") else torch.float32)
+    kept = getattr(torch, name) if name in ("float32", "bfloat16", "float16") else torch.float32
+    return WeightKind(kept, compiled=compiled)
 
 
 def read_model(
-    checkpoint: Checkpoint, *, dtype: str | None, quantize: str | None, device: torch.device, cache_rows: int
+    checkpoint: Checkpoint,
+    *,
+    dtype: str | None,
+    quantize: str | None,
+    device: torch.device,
+    cache_rows: int,
+    compiled: bool = True,
 ) -> Model:
     """Load the weights as asked. Raises ValueError, before reading any, where they and the cache do not fit in memory."""
-    kind = weight_kind(checkpoint, dtype=dtype, quantize=quantize)
+    kind = weight_kind(checkpoint, dtype=dtype, quantize=quantize, compiled=compiled)
     bits = QUANTIZED_BITS[quantize] if quantize else None if kind.keep_blocks else 8.0 * kind.dtype.itemsize
     needed = memory_needed(checkpoint, bits, cache_rows=cache_rows, cache_bytes=kind.dtype.itemsize)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
