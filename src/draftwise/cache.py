@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,7 +62,7 @@ class KVCache:
         self.pages = -(-capacity // PAGE)
         # zeros, not empty: masked columns are multiplied by 0, and 0 times a stray NaN is NaN.
         # A block more than the pages need, so that a view may run past its slot's last page.
-        self.pool = torch.zeros(layers, 2, kv_heads, self.pages * PAGE + BLOCK, head_dim, dtype=dtype, device=device)
+        self.pool = _zeros((layers, 2, kv_heads, self.pages * PAGE + BLOCK, head_dim), dtype, torch.device(device))
         self._free = [True] * self.pages
         self._free_count = self.pages
         self._slots: dict[int, _Slot] = {}
@@ -217,3 +218,10 @@ class KVCache:
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.pool.device)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on CPU their memory is taken only where it is first written, so a large pool costs nothing until used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)).view(dtype)

@@ -39,6 +39,7 @@ class DraftSource:
     dtype: str | None = None
     quantize: str | None = None
     revision: str | None = None
+    compiled: bool = True
 
 
 class Drafter:

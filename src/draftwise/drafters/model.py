@@ -178,6 +178,7 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Model
         quantize=source.quantize,
         device=target.model.device,
         cache_rows=context * target.max_batch,
+        compiled=source.compiled,
     )
     if context < target.context:
         target.notice(f"the draft's context is {context} tokens; past it the target goes on alone to its own {target.context}")

@@ -22,6 +22,7 @@ from draftwise.types import VERIFY_RULES, Event, ModelConfig, Request, Result, S
 Prompt = str | Seq[int] | Seq[Mapping[str, Any]]
 """Text (one user turn), token ids, or chat messages with `role` and `content`."""
 
+KERNELS = ("auto", "torch")
 DEFAULT_CONTEXT = 8192
 """Most tokens of a request unless asked otherwise; the model's own limit where that is less."""
 
@@ -38,6 +39,7 @@ def load(
     draft_dtype: str | None = None,
     draft_quantize: str | None = None,
     device: str = "cpu",
+    kernels: str = "auto",
     revision: str | None = None,
     max_batch: int = 8,
     context: int | None = None,
@@ -47,13 +49,15 @@ def load(
 
     drafter: NAME or NAME:PATH; options: the drafter's own. draft_tokens: nodes a step, None lets the governor choose.
     verify: "match", "rejection" or "block". dtype: "fp32", "bf16", "fp16"; quantize: "int8", "int4"; both also for the
-    draft. context: most tokens of a request. notice: is told one line at a time what a user should know.
+    draft. kernels: "auto" uses the compiled CPU kernels where they can be had, "torch" never. context: most tokens of a request. notice: is told one line at a time what a user should know.
     Raises ValueError, with one line that says what to do, before any weight is read where that can be told.
     """
     name, path = split_drafter(drafter)
     parse_options(name, options or {})
     if max_batch < 1:
         raise ValueError(f"max_batch is {max_batch}; it must be at least 1")
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels is {kernels!r}; it must be one of: {', '.join(KERNELS)}")
     Request(prompt=(0,), verify=verify, draft_tokens=draft_tokens)
     try:
         place = torch.device(device)
@@ -66,10 +70,13 @@ def load(
         raise ValueError(f"context is {context}; it must lie between 2 and the model's {limit}")
     context = context or min(limit, DEFAULT_CONTEXT)
     tokenizer = load_tokenizer(checkpoint)
-    target = read_model(checkpoint, dtype=dtype, quantize=quantize, device=place, cache_rows=context)
-    loaded = _Loaded(checkpoint, tokenizer, target, context, max_batch, notice or (lambda line: None))
+    compiled = kernels == "auto"
+    target = read_model(
+        checkpoint, dtype=dtype, quantize=quantize, device=place, cache_rows=context, compiled=compiled
+    )
+    loaded = _Loaded(checkpoint, tokenizer, target, context, max_batch, compiled, notice or (lambda line: None))
     loaded.notice(f"{model}: {target.weights}")
-    source = DraftSource(path, draft_dtype, draft_quantize) if path else None
+    source = DraftSource(path, draft_dtype, draft_quantize, compiled=compiled) if path else None
     return LLM(loaded, name, source, options or {}, draft_tokens, verify)
 
 
@@ -89,8 +96,10 @@ class _Loaded:
         model: Model,
         context: int,
         max_batch: int,
+        compiled: bool,
         notice: Callable[[str], None],
     ) -> None:
+        self.compiled = compiled
         self.checkpoint, self.tokenizer, self.model = checkpoint, tokenizer, model
         self.context, self.max_batch, self.notice = context, max_batch, notice
         self.vocab = min(tokenizer.size, model.config.vocab_size)
@@ -152,7 +161,7 @@ class LLM:
     ) -> LLM:
         """The same target weights with another drafter and a cache of its own."""
         name, path = split_drafter(drafter)
-        source = DraftSource(path, draft_dtype, draft_quantize) if path else None
+        source = DraftSource(path, draft_dtype, draft_quantize, compiled=self._loaded.compiled) if path else None
         return LLM(self._loaded, name, source, options or {}, draft_tokens, verify or self.verify)
 
     # what was loaded

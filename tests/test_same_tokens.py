@@ -1,0 +1,142 @@
+"""Real arithmetic: plain and drafted runs give the same tokens, on tiny models of every kind of weight and on SmolLM2.
+
+Found by scanning the folder of drafters, so that a new one is covered by existing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import tiny_checkpoint
+
+import draftwise as dw
+
+SAMPLING = {
+    "greedy": {},
+    "nucleus": {"temperature": 0.8, "top_p": 0.95, "seed": 11},
+    "penalties": {
+        "temperature": 1.0,
+        "min_p": 0.05,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {5: 1.0, 6: -1.0, 40: 0.5},
+        "seed": 12,
+    },
+}
+WEIGHTS = {
+    "fp32": {"dtype": "fp32"},
+    "bf16": {"dtype": "bf16"},
+    "int8": {"quantize": "int8"},
+    "int4": {"quantize": "int4"},
+}
+PROMPTS = [
+    "The cat sat on the mat and the cat sat on the",
+    "one two three one two three one two",
+    "a",
+    "In the beginning there was a list of words, and the words were in the list of words. In the beginning there was",
+    "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return a",
+]
+TEXT = (
+    "Make this text more formal and give all of it back: Hey Tom, we can't make it to the meeting on Monday because the "
+    "train was cancelled, so can we move it to Tuesday at ten in the big meeting room? Bring the numbers for the last "
+    "quarter, the list of open orders, and the draft of the new price list, please. Thanks a lot, Anna."
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama")
+
+
+def drafters(path: Path | str) -> list[str]:
+    """Every drafter there is, with a checkpoint for those that take one."""
+    names = []
+    for name in dw.drafter_names():
+        try:
+            dw.load(str(path), drafter=name, context=64)
+            names.append(name)
+        except ValueError as error:
+            assert "needs a checkpoint" in str(error)
+            names.append(f"{name}:{path}")
+    return [name for name in names if name != "none"]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_drafter_on_every_kind_of_weight(tiny, weights, kernels):
+    plain = dw.load(str(tiny), kernels=kernels, **WEIGHTS[weights])
+    for name in drafters(tiny):
+        drafted = plain.using(name, draft_quantize="int4" if ":" in name else None)
+        for params in SAMPLING.values():
+            options = {"raw": True, "max_tokens": 32, "ignore_eos": True, **params}
+            alone = [plain.generate(prompt, **options) for prompt in PROMPTS]
+            together = drafted.generate(PROMPTS, draft_tokens=6, **options)
+            assert [result.tokens for result in together] == [result.tokens for result in alone]
+            single = drafted.generate(PROMPTS[0], **options)
+            assert single.tokens == alone[0].tokens
+        assert together[0].stats.drafted > 0
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return dw.load("smollm2", context=2048)
+
+
+@pytest.mark.parametrize("params", SAMPLING.values(), ids=SAMPLING.keys())
+def test_smollm2_with_prompt_lookup_alone_and_in_a_batch(smollm2, params):
+    lookup = smollm2.using("ngram")
+    prompts = [TEXT, "Count from one to twenty in words.", "Write a haiku."]
+    plain = [smollm2.generate(prompt, max_tokens=32, **params) for prompt in prompts]
+    together = lookup.generate(prompts, max_tokens=32, **params)
+    assert [result.tokens for result in together] == [result.tokens for result in plain]
+    assert lookup.generate(TEXT, max_tokens=32, draft_tokens=8, **params).tokens == plain[0].tokens
+
+
+def check_pair(target, drafter: str, prompts: list[str], *, max_tokens: int, draft_tokens: int | None, **options) -> None:
+    drafted = target.using(drafter, **options)
+    for params in SAMPLING.values():
+        plain = [target.generate(prompt, max_tokens=max_tokens, **params) for prompt in prompts]
+        alone = [drafted.generate(prompt, max_tokens=max_tokens, draft_tokens=draft_tokens, **params) for prompt in prompts]
+        assert [result.tokens for result in alone] == [result.tokens for result in plain]
+        batch = drafted.generate(prompts, max_tokens=max_tokens, draft_tokens=draft_tokens, **params)
+        assert [result.tokens for result in batch] == [result.tokens for result in plain]
+        pooled = target.pool(alone)
+        assert pooled.drafted > 0 and pooled.emitted == sum(len(result.tokens) for result in plain)
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("weights", [{}, {"dtype": "bf16"}, {"dtype": "fp32"}, {"quantize": "int8"}], ids=str)
+def test_the_grid_on_smollm2(weights):
+    target = dw.load("smollm2", context=2048, **weights)
+    prompts = [TEXT, *PROMPTS]
+    check_pair(target, "ngram", prompts, max_tokens=96, draft_tokens=None)
+    check_pair(target, "ngram", prompts, max_tokens=96, draft_tokens=8)
+    check_pair(target, "model:smollm2", prompts, max_tokens=96, draft_tokens=4)
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("drafter", ["ngram", "model:smollm2"])
+@pytest.mark.parametrize("params", SAMPLING.values(), ids=SAMPLING.keys())
+def test_a_thousand_tokens(drafter, params):
+    target = dw.load("smollm2", context=2048, dtype="bf16")
+    plain = target.generate(TEXT, max_tokens=1000, ignore_eos=True, **params)
+    drafted = target.using(drafter).generate(TEXT, max_tokens=1000, ignore_eos=True, draft_tokens=5, **params)
+    assert len(plain.tokens) == 1000
+    assert drafted.tokens == plain.tokens
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("weights", [{}, {"dtype": "bf16"}], ids=str)
+def test_the_qwen_pair(lab_model, weights):
+    target = dw.load(str(lab_model("qwen2.5-coder-1.5b")), context=1024, **weights)
+    draft = lab_model("qwen2.5-coder-0.5b")
+    prompts = [PROMPTS[4], TEXT]
+    check_pair(target, f"model:{draft}", prompts, max_tokens=48, draft_tokens=4)
+    check_pair(target, "ngram", prompts, max_tokens=48, draft_tokens=None)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(tiny):
+    with pytest.raises(ValueError, match="another vocabulary"):
+        dw.load("smollm2", drafter=f"model:{tiny}", context=64)
