@@ -75,8 +75,9 @@ def _converted(folder: Path) -> Backend:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         backend = tokenizer.backend_tokenizer
-    except Exception as error:
-        raise ValueError(f"{folder}: there is no tokenizer that can be read ({error}); add its tokenizer.json") from error
+    except Exception as error:  # of many types
+        why = " ".join(str(error).split())
+        raise ValueError(f"{folder}: there is no tokenizer that can be read ({why}); add its tokenizer.json") from error
     assert isinstance(backend, Backend)
     return backend
 

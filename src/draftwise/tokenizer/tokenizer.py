@@ -51,8 +51,8 @@ class Tokenizer:
         backend = self._backend if special else self._literal
         try:
             return list(backend.encode(text, add_special_tokens=around).ids)
-        except UnicodeEncodeError as error:
-            raise ValueError(f"the text is not valid Unicode: {error}") from error
+        except TypeError as error:
+            raise ValueError("the text is not valid Unicode: it holds half of a surrogate pair") from error
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens, special ones left out; bytes that are no UTF-8 become U+FFFD."""
