@@ -64,6 +64,7 @@ class ModelDrafter(Drafter):
         self.cache = model.new_cache(max_batch * (context + max_tokens))
         self._slots: dict[int, int] = {}
         self._drafted: dict[int, list[int]] = {}  # tokens behind the staged rows
+        self._last: dict[int, Tensor] = {}  # hidden row of the last committed token read
         self._pass_seconds = 0.0
 
     @torch.inference_mode()
@@ -100,6 +101,7 @@ class ModelDrafter(Drafter):
     def forget(self, seq: Sequence) -> None:
         slot = self._slots.pop(seq.id, None)
         self._drafted.pop(seq.id, None)
+        self._last.pop(seq.id, None)
         if slot is not None:
             self.cache.free(slot)
 
@@ -113,8 +115,7 @@ class ModelDrafter(Drafter):
                 self._slots[seq.id] = self.cache.alloc()
             self.cache.discard(self._slots[seq.id])
             self._drafted[seq.id] = []
-        last: dict[int, Tensor] = {}
-        while reading := [seq for seq in seqs if seq.id not in last]:
+        while reading := [seq for seq in seqs if self.cache.length(self._slots[seq.id]) < len(seq.tokens)]:
             budget, feeds, read = CHUNK, [], []
             for seq in reading:
                 slot = self._slots[seq.id]
@@ -126,9 +127,8 @@ class ModelDrafter(Drafter):
             hidden = self._forward(feeds, every=False)
             for row, (seq, feed) in enumerate(zip(read, feeds, strict=True)):
                 self.cache.commit(feed.slot, range(len(feed.tokens)))
-                if self.cache.length(feed.slot) == len(seq.tokens):
-                    last[seq.id] = hidden[row]
-        return self.model.logits(torch.stack([last[seq.id] for seq in seqs]))
+                self._last[seq.id] = hidden[row]
+        return self.model.logits(torch.stack([self._last[seq.id] for seq in seqs]))
 
     def _forward(self, feeds: Seq[Feed], *, every: bool = True) -> Tensor:
         batch = self.cache.pack(feeds)

@@ -1,9 +1,10 @@
 """Hot code in C++, each piece beside its plain torch version in reference.py and held to it by a test."""
 
-from draftwise.kernels.loader import library
+from draftwise.kernels.loader import layout_key, library
 from draftwise.kernels.packed import Packed, matmul, pack_dense, pack_int, pack_int4, pack_int8
+from draftwise.kernels.store import PackedStore
 
-__all__ = ["Packed", "available", "matmul", "pack_dense", "pack_int", "pack_int4", "pack_int8"]
+__all__ = ["Packed", "PackedStore", "available", "layout_key", "matmul", "pack_dense", "pack_int", "pack_int4", "pack_int8"]
 
 
 def available() -> bool:

@@ -103,6 +103,12 @@ def _key(compiler: str, instruction_set: str) -> str:
     return digest.hexdigest()[:16]
 
 
+def layout_key() -> str:
+    """Changes when the sources do, and with them perhaps how weights are laid out."""
+    sources = sorted(source for source in SOURCES.iterdir() if source.name in ("pack.h", "weights.h"))
+    return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
 def _compile(compiler: str, instruction_set: str, target: Path) -> None:
     """Compile and link next to `target`, then move into place in one step. Raises BuildError, or OSError by the folder."""
     print("compiling CPU kernels, once for this machine, ~30 s", file=sys.stderr, flush=True)

@@ -173,14 +173,10 @@ class Int4(Linear):
 class Compiled(Linear):
     """Any kind by the C++ kernels: nothing of a file's blocks is rounded, and rows are invariant by construction."""
 
-    def __init__(self, weight: Tensor | Quantized, bias_M: Tensor | None) -> None:
-        outputs, inputs = weight.shape if isinstance(weight, Tensor) else weight.values.shape
+    def __init__(self, packed: kernels.Packed, bias_M: Tensor | None) -> None:
+        outputs, inputs = packed.shape
         super().__init__(inputs, outputs, bias_M)
-        if isinstance(weight, Tensor):
-            self.packed = kernels.pack_dense(weight)
-        else:
-            self.packed = kernels.pack_int(weight.values, weight.scales, weight.minima, group=weight.group)
-        self.kind = self.packed.kind
+        self.packed, self.kind = packed, packed.kind
 
     def product(self, x_NK: Tensor) -> Tensor:
         return kernels.matmul(x_NK, self.packed)
@@ -190,25 +186,34 @@ class Compiled(Linear):
         return self.packed.nbytes
 
 
+def pack(weight: Tensor | Quantized, kind: WeightKind) -> kernels.Packed:
+    """A weight as the compiled kernels read it, quantised or expanded first where the kind asks for that."""
+    weight = as_asked(weight, kind)
+    if isinstance(weight, Tensor):
+        return kernels.pack_dense(weight.to(kind.dtype))
+    return kernels.pack_int(weight.values, weight.scales, weight.minima, group=weight.group)
+
+
+def as_asked(weight: Tensor | Quantized, kind: WeightKind) -> Tensor | Quantized:
+    """The weight quantised, expanded or left alone, as the kind says."""
+    if isinstance(weight, Quantized) and (not kind.keep_blocks or kind.quantize):
+        weight = weight.dequantize()
+    return quantize(weight, kind.quantize) if isinstance(weight, Tensor) and kind.quantize else weight
+
+
 def make_linear(weight: Tensor | Quantized, bias_M: Tensor | None, kind: WeightKind, device: torch.device) -> Linear:
     """The product for a weight as the checkpoint has it, in the kind asked for, with its row rule probed."""
     bias_M = bias_M.to(device, kind.dtype) if bias_M is not None else None
-    if isinstance(weight, Quantized) and (not kind.keep_blocks or kind.quantize):
-        weight = weight.dequantize()
-    if isinstance(weight, Tensor) and kind.quantize:
-        weight = quantize(weight, kind.quantize)
-    linear: Linear
     if kind.runs_compiled(device):
-        linear = Compiled(weight.to(kind.dtype) if isinstance(weight, Tensor) else weight, bias_M)
-    elif isinstance(weight, Tensor):
-        linear = Dense(weight.to(device, kind.dtype), bias_M)
-    elif weight.bits == 4 and kind.dtype != torch.float32 and weight.values.shape[0] % 16 == 0:
-        linear = Int4(weight, bias_M, kind.dtype, device)
-    elif weight.bits == 8:
-        linear = Int8(weight, bias_M, kind.dtype, device)
-    else:
-        linear = Dense(weight.dequantize(kind.dtype).to(device), bias_M)
-    return linear
+        return Compiled(pack(weight, kind), bias_M)
+    weight = as_asked(weight, kind)
+    if isinstance(weight, Tensor):
+        return Dense(weight.to(device, kind.dtype), bias_M)
+    if weight.bits == 4 and kind.dtype != torch.float32 and weight.values.shape[0] % 16 == 0:
+        return Int4(weight, bias_M, kind.dtype, device)
+    if weight.bits == 8:
+        return Int8(weight, bias_M, kind.dtype, device)
+    return Dense(weight.dequantize(kind.dtype).to(device), bias_M)
 
 
 class RowRules:
@@ -233,9 +238,9 @@ class RowRules:
 
 
 class Embedding:
-    """Rows of a table, dense or quantised, in the activations' dtype."""
+    """Rows of a table, dense, quantised or packed, in the activations' dtype."""
 
-    def __init__(self, table: Tensor | Quantized, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, table: Tensor | Quantized | kernels.Packed, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.table = table.to(device, dtype) if isinstance(table, Tensor) else table
 

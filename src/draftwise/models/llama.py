@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwise import kernels
 from draftwise.cache import KVCache
-from draftwise.checkpoint import Quantized
+from draftwise.checkpoint import Quantized, cache_dir
 from draftwise.models.base import WeightSource
 from draftwise.models.layers import AttentionMasks, Rotary, attend, rms_norm
-from draftwise.models.linear import Embedding, Linear, RowRules, WeightKind, make_linear, stack
+from draftwise.models.linear import Compiled, Embedding, Linear, RowRules, WeightKind, make_linear, pack, stack
 from draftwise.types import Batch, Hidden, ModelConfig, Tap
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
@@ -28,6 +29,7 @@ class Loader:
     def __init__(self, source: WeightSource, kind: WeightKind, device: torch.device) -> None:
         self.source, self.kind, self.device = source, kind, device
         self.names = source.names()
+        self.store = packed_store(source, kind, device)
         self.rules = RowRules()
         self.linears: list[Linear] = []
 
@@ -45,20 +47,61 @@ class Loader:
         return vector
 
     def linear(self, name: str) -> Linear:
-        return self._settled(make_linear(self.source.tensor(f"{name}.weight"), self.vector(f"{name}.bias"), self.kind, self.device))
+        """The product of one named projection."""
+        return self.stacked(name)[0]
 
     def stacked(self, *names: str) -> list[Linear]:
-        """One product for all the names where their kinds allow, else one each."""
-        weight = stack([self.source.tensor(f"{name}.weight") for name in names])
+        """One product for all the names where their kinds allow, else one each; from the store where it has them."""
+        joined = "+".join(names)
+        biases = [bias for name in names if (bias := self.vector(f"{name}.bias")) is not None]
+        bias_M = torch.cat(biases) if biases else None
+        kept = self.store.get(joined) if self.store is not None else None
+        if kept is not None:
+            return [self._settled(Compiled(kept, bias_M))]
+        apart = len(names) > 1 and self.store is not None and all(name in self.store for name in names)
+        weight = None if apart else stack([self.source.tensor(f"{name}.weight") for name in names])
         if weight is None:
             return [self.linear(name) for name in names]
-        biases = [bias for name in names if (bias := self.vector(f"{name}.bias")) is not None]
-        return [self._settled(make_linear(weight, torch.cat(biases) if biases else None, self.kind, self.device))]
+        linear = make_linear(weight, bias_M, self.kind, self.device)
+        if self.store is not None and isinstance(linear, Compiled):
+            self.store.put(joined, linear.packed)
+        return [self._settled(linear)]
+
+    def embedding(self, name: str) -> Embedding:
+        """The table of a name; blocks stay blocks, whatever the products' kind: a row looked up is the same."""
+        kept = self.store.get(f"{name} table") if self.store is not None else None
+        if kept is not None:
+            return Embedding(kept, self.kind.dtype, self.device)
+        table = self.source.tensor(f"{name}.weight")
+        if self.store is not None and isinstance(table, Quantized):
+            packed = pack(table, WeightKind(self.kind.dtype))
+            self.store.put(f"{name} table", packed)
+            return Embedding(packed, self.kind.dtype, self.device)
+        return Embedding(table, self.kind.dtype, self.device)
+
+    def head(self, embedding: Embedding) -> Linear:
+        """The product of the head; a tied one shares the table's memory where kinds allow."""
+        if "lm_head.weight" in self.names:
+            return self.linear("lm_head")
+        if self.kind.quantize or isinstance(embedding.table, Quantized):
+            return self.linear("model.embed_tokens")
+        if isinstance(embedding.table, Tensor):
+            return self._settled(make_linear(embedding.table, None, self.kind, self.device))
+        return self._settled(Compiled(embedding.table, None))
 
     def _settled(self, linear: Linear) -> Linear:
         self.rules.settle(linear, self.kind.dtype, self.device)
         self.linears.append(linear)
         return linear
+
+
+def packed_store(source: WeightSource, kind: WeightKind, device: torch.device) -> kernels.PackedStore | None:
+    """Where quantised matrices of a checkpoint are kept as the compiled kernels read them; None where that saves nothing."""
+    quantised = kind.quantize is not None or (kind.keep_blocks and getattr(source, "format", "") == "gguf")
+    if not quantised or not kind.runs_compiled(device) or not hasattr(source, "fingerprint"):
+        return None
+    name = f"{source.fingerprint}-{kind.quantize or 'blocks'}-{kernels.layout_key()}.bin"
+    return kernels.PackedStore(cache_dir() / "packed" / name)
 
 
 class Layer:
@@ -167,17 +210,11 @@ def build(source: WeightSource, kind: WeightKind, device: torch.device) -> Llama
     if config.activation not in ACTIVATIONS:
         raise ValueError(f"activation {config.activation!r} is not known; it must be one of: {', '.join(ACTIVATIONS)}")
     load = Loader(source, kind, device)
-    table = source.tensor("model.embed_tokens.weight")
-    if isinstance(table, Quantized) and (not kind.keep_blocks or kind.quantize):
-        table = table.dequantize(kind.dtype)
-    embedding = Embedding(table, kind.dtype, device)
+    embedding = load.embedding("model.embed_tokens")
     layers = [Layer(config, index, load) for index in range(config.num_layers)]
-    tied = "lm_head.weight" not in load.names
-    # a tied dense head and the table are one tensor
-    weight = embedding.table if tied and not kind.quantize else source.tensor("model.embed_tokens.weight" if tied else "lm_head.weight")
-    head = make_linear(weight, load.vector("lm_head.bias"), kind, device)
-    load.rules.settle(head, kind.dtype, device)
-    load.linears.append(head)
+    head = load.head(embedding)
+    if load.store is not None:
+        load.store.save()
     return LlamaModel(config, embedding, layers, load.norm("model.norm.weight"), head, load)
 
 
