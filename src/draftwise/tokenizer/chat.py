@@ -40,17 +40,22 @@ def compile_template(source: str) -> Callable[..., str]:
 
     def render(messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         try:
-            return template.render(messages=_plain(messages), **_plain(variables))
-        except (TemplateError, TypeError) as error:
+            return template.render(messages=_plain([_present(message) for message in messages]), **_plain(variables))
+        except Exception as error:  # a template is a program, and can fail like any
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
 
     return render
 
 
+def _present(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without its empty fields, which clients send as null and templates would print as None."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
 def _plain(value: Any) -> Any:
-    """The same data as dicts, lists and scalars, the only objects a template may touch; message keys that are None go."""
+    """The same data as dicts, lists and scalars: the only objects that a template may touch."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if item is not None or key in ("tools", "documents")}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if value is None or type(value) in (str, int, float, bool):

@@ -103,29 +103,39 @@ def gguf_backend(metadata: Mapping[str, Any], path: object) -> Backend:
         types.pop()
         tokens.pop()
     pre = str(metadata.get("tokenizer.ggml.pre", "default"))
-    if kind == "gpt2":
-        backend, adds_bos = _byte_level(tokens, metadata, pre, path)
-    else:
-        backend, adds_bos = _sentencepiece(tokens, types, metadata), True
+    if kind == "gpt2" and pre not in PRE_TOKENIZERS:
+        raise ValueError(f"{path}: unknown pre-tokenizer {pre!r}; those that are known: {', '.join(sorted(PRE_TOKENIZERS))}")
+    adds_bos = kind == "llama" or PRE_TOKENIZERS[pre].add_bos
+    try:
+        backend = (
+            _byte_level(tokens, metadata, PRE_TOKENIZERS[pre]) if kind == "gpt2" else _sentencepiece(tokens, types, metadata)
+        )
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path}: the tokenizer in it is damaged ({error}); fetch the file again") from error
     backend.add_special_tokens(_added(tokens, types, (_UNKNOWN, _CONTROL)))
     backend.add_tokens(_added(tokens, types, (_USER_DEFINED,)))
-    bos, eos = (_token(metadata, name, tokens) for name in ("bos", "eos"))
-    around: list[tuple[str, int | None]] = [("$A", None)]
-    if metadata.get("tokenizer.ggml.add_bos_token", adds_bos) and bos is not None:
-        around.insert(0, bos)
-    if metadata.get("tokenizer.ggml.add_eos_token", False) and eos is not None:
-        around.append(eos)
-    if len(around) > 1:
-        backend.post_processor = processors.TemplateProcessing(
-            single=[text for text, _ in around], special_tokens=[(text, id) for text, id in around if id is not None]
-        )
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
+    adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    _put_around(
+        backend,
+        before=_token(metadata, "bos", tokens) if adds_bos else None,
+        after=_token(metadata, "eos", tokens) if adds_eos else None,
+    )
     return backend
 
 
-def _token(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> tuple[str, int] | None:
-    """A special token's text and id."""
+def _token(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str | None:
+    """A special token's text."""
     id = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    return (tokens[id], id) if id is not None and id < len(tokens) else None
+    return tokens[id] if id is not None and id < len(tokens) else None
+
+
+def _put_around(backend: Backend, *, before: str | None, after: str | None) -> None:
+    """Make the tokenizer put these special tokens, and no others, around a text."""
+    around = [token for token in (before, after) if token is not None]
+    pieces = [token for token in (before, "$A", after) if token is not None]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(around)]
+    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ids)
 
 
 def _added(tokens: Sequence[str], types: Sequence[int], wanted: Sequence[int]) -> list[AddedToken]:
@@ -137,10 +147,7 @@ def _added(tokens: Sequence[str], types: Sequence[int], wanted: Sequence[int]) -
     ]
 
 
-def _byte_level(tokens: list[str], metadata: Mapping[str, Any], pre: str, path: object) -> tuple[Backend, bool]:
-    if pre not in PRE_TOKENIZERS:
-        raise ValueError(f"{path}: unknown pre-tokenizer {pre!r}; those that are known: {', '.join(sorted(PRE_TOKENIZERS))}")
-    words = PRE_TOKENIZERS[pre]
+def _byte_level(tokens: list[str], metadata: Mapping[str, Any], words: _Words) -> Backend:
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges", ()):
@@ -151,7 +158,7 @@ def _byte_level(tokens: list[str], metadata: Mapping[str, Any], pre: str, path: 
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     backend.decoder = decoders.ByteLevel()
-    return backend, words.add_bos
+    return backend
 
 
 def _sentencepiece(tokens: list[str], types: list[int], metadata: Mapping[str, Any]) -> Backend:
@@ -166,12 +173,11 @@ def _sentencepiece(tokens: list[str], types: list[int], metadata: Mapping[str, A
             if left in normal and right in normal:
                 ranked.append((-scores[vocabulary[token]], -cut, left, right))
     ranked.sort()
-    unknown = _token(metadata, "unknown", tokens)
     backend = Backend(
         models.BPE(
             vocab=vocabulary,
             merges=[(left, right) for _, _, left, right in ranked],
-            unk_token=unknown[0] if unknown else None,
+            unk_token=_token(metadata, "unknown", tokens),
             fuse_unk=True,
             byte_fallback=True,
         )

@@ -59,6 +59,8 @@ def _from_folder(checkpoint: Checkpoint, folder: Path) -> Tokenizer:
         value = settings.get(name)
         if value is not None:
             names[name] = str(value["content"] if isinstance(value, dict) else value)
+    backend.no_truncation()  # limits of somebody's training run
+    backend.no_padding()
     template = _folder_template(folder, settings.get("chat_template"))
     eos = set(checkpoint.config.eos_tokens)
     if "eos_token" in names:
