@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-LAB_MODELS = {
-    "qwen2.5-coder-1.5b": "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
-    "qwen2.5-coder-0.5b": "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+LAB_MODELS = {  # repository on the hub, file
+    "qwen2.5-coder-1.5b": ("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf"),
+    "qwen2.5-coder-0.5b": ("Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF", "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"),
 }
 
 
@@ -32,9 +32,11 @@ def lab_model() -> Callable[[str], Path]:
 
     def find(name: str) -> Path:
         folder = Path(os.environ.get("DRAFTWISE_LAB") or Path.home() / ".cache" / "lab-models")
-        path = folder / LAB_MODELS[name]
+        repository, file = LAB_MODELS[name]
+        path = folder / file
         if not path.is_file():
-            pytest.fail(f"{path} is missing; put {LAB_MODELS[name]} there, or set DRAFTWISE_LAB to its folder", pytrace=False)
+            fetch = f"hf download {repository} {file} --local-dir {folder}"
+            pytest.fail(f"{path} is missing; run `{fetch}`, or set DRAFTWISE_LAB to its folder", pytrace=False)
         return path
 
     return find
