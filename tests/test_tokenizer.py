@@ -214,8 +214,9 @@ def sentencepiece(folder: Path, **metadata: Any) -> Tokenizer:
 
     writer = GGUFWriter(folder / "spm.gguf", "llama")
     for key, value in (SENTENCEPIECE | {key.replace("__", "."): value for key, value in metadata.items()}).items():
-        put = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
-        put.get(type(value), writer.add_array)(key, value)
+        if value is not None:
+            put = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
+            put.get(type(value), writer.add_array)(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -277,6 +278,8 @@ def test_bos_is_put_where_the_models_own_tokenizer_puts_it(smollm2: Tokenizer, t
     assert smollm2.bos_token == 1
     spm = sentencepiece(tmp_path)
     assert spm.encode("hello") == [1, 284] and spm.encode("hello", around=False) == [284]
+    silent = sentencepiece(tmp_path, tokenizer__ggml__bos_token_id=None, tokenizer__ggml__unknown_token_id=None)
+    assert silent.encode("hello") == [1, 284]
     both = sentencepiece(tmp_path, tokenizer__ggml__add_bos_token=False, tokenizer__ggml__add_eos_token=True)
     assert both.encode("hello") == [284, 2]
     llama3 = load_tokenizer(open_checkpoint(tiny.tiny_gguf(tmp_path / "3.gguf", tiny_folder, tokenizer__ggml__pre="llama-bpe")))
@@ -563,6 +566,7 @@ def test_a_tokenizer_that_is_not_known_names_those_that_are(tiny_folder: Path, t
     fails("of kind 't5'; those that can be read are gpt2 (BPE) and llama (SPM)", tokenizer__ggml__model="t5")
     fails("of kind None", tokenizer__ggml__model=None)
     fails("the tokenizer in it is damaged (", tokenizer__ggml__merges=["t h", "nothing known"])
+    fails("the tokenizer in it is damaged (", tokenizer__ggml__token_type=[1, 1])
     fails("the tokenizer in it is damaged (", tokenizer__ggml__model="llama")  # which needs scores
 
 

@@ -107,13 +107,14 @@ def gguf_backend(metadata: Mapping[str, Any], path: object) -> Backend:
         raise ValueError(f"{path}: unknown pre-tokenizer {pre!r}; those that are known: {', '.join(sorted(PRE_TOKENIZERS))}")
     adds_bos = kind == "llama" or PRE_TOKENIZERS[pre].add_bos
     try:
-        backend = (
-            _byte_level(tokens, metadata, PRE_TOKENIZERS[pre]) if kind == "gpt2" else _sentencepiece(tokens, types, metadata)
-        )
+        if kind == "gpt2":
+            backend = _byte_level(tokens, metadata, PRE_TOKENIZERS[pre])
+        else:
+            backend = _sentencepiece(tokens, types, metadata)
+        backend.add_special_tokens(_added(tokens, types, (_UNKNOWN, _CONTROL)))
+        backend.add_tokens(_added(tokens, types, (_USER_DEFINED,)))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path}: the tokenizer in it is damaged ({error}); fetch the file again") from error
-    backend.add_special_tokens(_added(tokens, types, (_UNKNOWN, _CONTROL)))
-    backend.add_tokens(_added(tokens, types, (_USER_DEFINED,)))
+        raise ValueError(f"{path}: the tokenizer in it is damaged ({error!r}); fetch the file again") from error
     adds_bos = metadata.get("tokenizer.ggml.add_bos_token", adds_bos)
     adds_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
     _put_around(
@@ -125,8 +126,9 @@ def gguf_backend(metadata: Mapping[str, Any], path: object) -> Backend:
 
 
 def _token(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str | None:
-    """A special token's text."""
-    id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    """A special token's text; where the file is silent, SentencePiece's own places for them are meant."""
+    usual = {"unknown": 0, "bos": 1, "eos": 2} if metadata["tokenizer.ggml.model"] == "llama" else {}
+    id = metadata.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
     return tokens[id] if id is not None and id < len(tokens) else None
 
 
