@@ -37,6 +37,14 @@ class _Slot:
     def row(self, index: int) -> int:
         return self.pages[index // PAGE] * PAGE + index % PAGE
 
+    def path(self, row: int) -> tuple[int, ...]:
+        """The staged rows down to `row`, itself included."""
+        rows = []
+        while row >= 0:
+            rows.append(row)
+            row = self.parents[row]
+        return tuple(reversed(rows))
+
     @property
     def is_chain(self) -> bool:
         return all(parent == row - 1 for row, parent in enumerate(self.parents))
@@ -145,6 +153,12 @@ class KVCache:
         """T, the rows that `view` shows for a span: whole blocks."""
         return -(-(span.committed + span.staged) // BLOCK) * BLOCK
 
+    def rows(self, span: Span) -> Tensor:
+        """Places in the pool of a span's committed and staged rows, int64 [committed + staged]."""
+        pages = self._indices(self._slots[span.slot].pages)
+        rows = (pages[:, None] * PAGE + torch.arange(PAGE, device=self.pool.device)).flatten()
+        return rows[: span.committed + span.staged]
+
     def view(self, layer: int, span: Span) -> tuple[Tensor, Tensor]:
         """Keys and values of a span's slot, [kv heads, T, head dim]. Rows past the span's staged ones are others' or old."""
         pages, columns = self._slots[span.slot].pages, self.columns(span)
@@ -152,8 +166,8 @@ class KVCache:
         if pages[-1] - pages[0] == len(pages) - 1 and pages == list(range(pages[0], pages[-1] + 1)):
             kv = self.pool[layer, :, :, first : first + columns]
         else:
-            rows = (self._indices(pages)[:, None] * PAGE + torch.arange(PAGE, device=self.pool.device)).flatten()
-            kv = self.pool[layer].index_select(2, torch.cat([rows, rows.new_zeros(columns)])[:columns])
+            rows = self.rows(span)
+            kv = self.pool[layer].index_select(2, torch.cat([rows, rows.new_zeros(columns - len(rows))]))
         return kv[0], kv[1]
 
     # afterwards
@@ -214,7 +228,9 @@ class KVCache:
             if parent >= 0:
                 visible[row] |= visible[parent]
         positions = self._indices([state.length + depth for depth in state.depths])
-        return Tree(visible[first:].to(self.pool.device), positions)
+        inner = {parent for parent in state.parents[first:] if parent >= first}
+        branches = tuple(state.path(row) for row in range(first, staged) if row not in inner)
+        return Tree(visible[first:].to(self.pool.device), positions, branches)
 
     def _indices(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.pool.device)

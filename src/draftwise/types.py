@@ -270,13 +270,15 @@ class Span(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """Which staged rows of its slot each new row of a span may see, and the position of every staged row.
+    """How the new rows of a span hang together: what each may see, and the paths that lead to them.
 
     visible: bool [rows of the span, staged rows of the slot]; positions: int64 [staged rows of the slot].
+    branches: the staged rows of each path from the last committed row to a leaf; every new row is on one of them at least.
     """
 
     visible: Tensor
     positions: Tensor
+    branches: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

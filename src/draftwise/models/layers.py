@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise.cache import KVCache
+from draftwise.cache import BLOCK, KVCache
 from draftwise.types import Batch, ModelConfig, Span, Tree
 
 ROW_MULTIPLE = 4
-"""Query rows a span is padded to: with KEY_MULTIPLE, what makes torch's attention on CPU row-invariant."""
+"""Query rows a span is padded to: with whole blocks of keys, what makes torch's attention on CPU row-invariant."""
 
 
 def rms_norm(x_NC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
@@ -124,41 +124,87 @@ class Rotary:
         self.inverse = self.inverse / torch.tensor(rope["short_factor"], dtype=torch.float32)
 
 
-class AttentionMasks:
-    """The masks of one pass, made once for each sliding window the layers use."""
+class Look(NamedTuple):
+    """What the rows of one span see of their slot, under one window. Legend: B branches, R rows of a branch, padded.
 
-    def __init__(self, batch: Batch, cache: KVCache, windows: Iterable[int | None]) -> None:
-        self._masks = {
-            window: [
-                _mask(span, tree, window, cache.columns(span), batch.tokens_N.device)
-                for span, tree in zip(batch.spans, batch.trees, strict=True)
-            ]
+    bias_B1NT: 0 where a row may look, else -inf, for N = G * R rows. branch_rows_BR: int64, the rows of the span that a
+    branch computes (the last again and again where it has fewer than R); None for all, in order. pool_rows_BT: int64, the
+    columns of a branch as places in the pool; None for the span's own view.
+    """
+
+    bias_B1NT: Tensor
+    branch_rows_BR: Tensor | None = None
+    pool_rows_BT: Tensor | None = None
+
+
+class AttentionMasks:
+    """The masks of one pass for layers of `heads` query heads, made once for each sliding window they use."""
+
+    def __init__(self, batch: Batch, cache: KVCache, windows: Iterable[int | None], *, heads: int) -> None:
+        groups = heads // cache.pool.shape[2]
+        self._looks = {
+            window: [_look(span, tree, window, groups, cache) for span, tree in zip(batch.spans, batch.trees, strict=True)]
             for window in set(windows)
         }
 
-    def of(self, window: int | None) -> list[Tensor]:
-        """Per span, bool [padded rows, T]: True where a row may look."""
-        return self._masks[window]
+    def of(self, window: int | None) -> list[Look]:
+        """What each span sees."""
+        return self._looks[window]
 
 
-def _mask(span: Span, tree: Tree | None, window: int | None, columns: int, device: torch.device) -> Tensor:
-    rows, known = span.stop - span.start, span.committed + span.staged
-    columns_T = torch.arange(columns, device=device)
+def _look(span: Span, tree: Tree | None, window: int | None, groups: int, cache: KVCache) -> Look:
+    rows, known, device = span.stop - span.start, span.committed + span.staged, cache.pool.device
+    if tree is not None and device.type == "cpu":
+        return _branches(span, tree, window, groups, cache)
+    columns_T = torch.arange(cache.columns(span), device=device)
     if tree is None:
-        positions_N = torch.arange(known - rows, known, device=device)
-        mask = columns_T <= positions_N[:, None]
-        column_positions_T = columns_T
+        mask = _seen(torch.arange(known - rows, known, device=device), columns_T, window)
     else:
-        positions_N = tree.positions[span.staged - rows :]
         mask = (columns_T < span.committed).repeat(rows, 1)
         mask[:, span.committed : known] = tree.visible
-        column_positions_T = columns_T.clone()
-        column_positions_T[span.committed : known] = tree.positions
-    if window is not None:
-        mask = mask & (column_positions_T > positions_N[:, None] - window)
+        if window is not None:
+            positions_T = columns_T.clone()
+            positions_T[span.committed : known] = tree.positions
+            mask &= positions_T > tree.positions[span.staged - rows :, None] - window
     short = -rows % ROW_MULTIPLE
     # a padding row sees what the last row sees: an empty row of a mask would give NaN
-    return torch.cat([mask, mask[-1:].expand(short, -1)]) if short else mask
+    return Look(_bias(torch.cat([mask, mask[-1:].expand(short, -1)])[None], groups, cache))
+
+
+def _bias(mask_BRT: Tensor, groups: int, cache: KVCache) -> Tensor:
+    bias_BRT = torch.zeros_like(mask_BRT, dtype=cache.pool.dtype).masked_fill_(~mask_BRT, -math.inf)
+    return bias_BRT.repeat(1, groups, 1)[:, None]
+
+
+def _seen(positions: Tensor, columns_T: Tensor, window: int | None) -> Tensor:
+    """Bool [..., T]: the columns that rows at these positions see, where a column is its position."""
+    positions = positions[..., None]
+    mask = columns_T <= positions
+    return mask if window is None else mask & (columns_T > positions - window)
+
+
+def _branches(span: Span, tree: Tree, window: int | None, groups: int, cache: KVCache) -> Look:
+    """A tree as its branches, each laid out as the chain it would be: the order of additions is then the chain's.
+
+    Siblings side by side would put a row's keys into other lanes of the sums than they have once they are committed.
+    """
+    first = span.staged - (span.stop - span.start)
+    done: set[int] = set()
+    fresh: list[list[int]] = []  # per branch the rows that no branch before it computes, as depths
+    for branch in tree.branches:
+        fresh.append([depth for depth, row in enumerate(branch) if row >= first and row not in done])
+        done.update(branch)
+    size = -(-max(map(len, fresh)) // ROW_MULTIPLE) * ROW_MULTIPLE
+    depths = [depths + depths[-1:] * (size - len(depths)) for depths in fresh]
+    slot_rows = cache.rows(span)
+    longest = span.committed + max(map(len, tree.branches))
+    pool_rows_BT = slot_rows[:1].repeat(len(depths), -(-longest // BLOCK) * BLOCK)
+    pool_rows_BT[:, : span.committed] = slot_rows[: span.committed]
+    for pool_rows_T, branch in zip(pool_rows_BT, tree.branches, strict=True):
+        pool_rows_T[span.committed : span.committed + len(branch)] = slot_rows[span.committed + torch.tensor(branch)]
+    branch_rows = [[branch[depth] - first for depth in row] for branch, row in zip(tree.branches, depths, strict=True)]
+    mask_BRT = _seen(span.committed + torch.tensor(depths), torch.arange(pool_rows_BT.shape[1]), window)
+    return Look(_bias(mask_BRT, groups, cache), torch.tensor(branch_rows), pool_rows_BT)
 
 
 def attend(
@@ -166,35 +212,57 @@ def attend(
     layer: int,
     batch: Batch,
     cache: KVCache,
-    masks: list[Tensor],
+    looks: list[Look],
     *,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Attention of every row over its slot's committed rows and the staged rows it may see: [N, H, D].
 
+    soft_cap: scores become cap * tanh(score / cap). sinks_H: per head a score that takes its share and gives nothing.
     Query heads of a group are laid out as further rows of their key head, so keys and values are never repeated.
     """
-    out = torch.empty_like(q_NHD)
-    for span, mask in zip(batch.spans, masks, strict=True):
-        k_KTD, v_KTD = cache.view(layer, span)
-        rows, (heads, size) = span.stop - span.start, q_NHD.shape[1:]
-        groups, padded = heads // k_KTD.shape[0], mask.shape[0]
-        q_KGND = q_NHD[span.start : span.stop].view(rows, -1, groups, size).permute(1, 2, 0, 3)
-        if padded > rows:
-            q_KGND = F.pad(q_KGND, (0, 0, 0, padded - rows))
-        q_KND = q_KGND.reshape(1, -1, groups * padded, size)
-        mask_NT = mask.repeat(groups, 1)
-        if soft_cap is None:
-            seen = F.scaled_dot_product_attention(q_KND, k_KTD[None], v_KTD[None], attn_mask=mask_NT[None, None], scale=scale)
+    heads, size = q_NHD.shape[1:]
+    scale = size**-0.5 if scale is None else scale
+    out_NHD = torch.empty_like(q_NHD)
+    for span, look in zip(batch.spans, looks, strict=True):
+        bias_B1NT, branch_rows_BR, pool_rows_BT = look
+        q, out, rows = q_NHD[span.start : span.stop], out_NHD[span.start : span.stop], span.stop - span.start
+        groups = heads // cache.pool.shape[2]
+        padded = bias_B1NT.shape[2] // groups
+        if branch_rows_BR is None or pool_rows_BT is None:
+            k_BKTD, v_BKTD = (part[None] for part in cache.view(layer, span))
+            q_BRHD = (F.pad(q, (0, 0, 0, 0, 0, padded - rows)) if padded > rows else q)[None]
         else:
-            seen = _soft_capped(q_KND, k_KTD, v_KTD, mask_NT, scale or size**-0.5, soft_cap)
-        seen = seen.view(-1, groups, padded, size)[:, :, :rows]
-        out[span.start : span.stop] = seen.permute(2, 0, 1, 3).reshape(rows, heads, size)
-    return out
+            kv = cache.pool[layer].index_select(2, pool_rows_BT.flatten()).unflatten(2, pool_rows_BT.shape).transpose(1, 2)
+            k_BKTD, v_BKTD = kv.unbind(0)
+            q_BRHD = q[branch_rows_BR]
+        q_BKND = q_BRHD.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        if soft_cap is None and sinks_H is None:
+            seen = F.scaled_dot_product_attention(q_BKND, k_BKTD, v_BKTD, attn_mask=bias_B1NT, scale=scale)
+        else:
+            sinks_KN = None if sinks_H is None else sinks_H.view(-1, groups).repeat_interleave(padded, 1)
+            seen = _spelled_out(q_BKND, k_BKTD, v_BKTD, bias_B1NT, scale, soft_cap, sinks_KN)
+        seen_BRHD = seen.unflatten(2, (groups, padded)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        if branch_rows_BR is None:
+            out.copy_(seen_BRHD[0, :rows])
+        else:
+            out[branch_rows_BR.flatten()] = seen_BRHD.flatten(0, 1)
+    return out_NHD
 
 
-def _soft_capped(q: Tensor, k_KTD: Tensor, v_KTD: Tensor, mask_NT: Tensor, scale: float, cap: float) -> Tensor:
-    scores = (q[0].float() @ k_KTD.float().transpose(1, 2)) * scale
-    scores = (torch.tanh(scores / cap) * cap).masked_fill(~mask_NT, -math.inf)
-    return (scores.softmax(-1) @ v_KTD.float()).to(q.dtype)[None]
+def _spelled_out(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None, sinks_KN: Tensor | None
+) -> Tensor:
+    """Attention that torch has no kernel for, in float32."""
+    scores_BKNT = (q.float() @ k.float().transpose(-1, -2)) * scale
+    if cap is not None:
+        scores_BKNT = torch.tanh(scores_BKNT / cap) * cap
+    scores_BKNT = scores_BKNT + bias
+    if sinks_KN is None:
+        return (scores_BKNT.softmax(-1) @ v.float()).to(q.dtype)
+    top_BKN1 = torch.maximum(scores_BKNT.amax(-1, keepdim=True), sinks_KN[None, :, :, None].float())
+    weights_BKNT = (scores_BKNT - top_BKN1).exp()
+    total_BKN1 = weights_BKNT.sum(-1, keepdim=True) + (sinks_KN[None, :, :, None].float() - top_BKN1).exp()
+    return (weights_BKNT / total_BKN1 @ v.float()).to(q.dtype)

@@ -169,7 +169,7 @@ class LlamaModel:
         tapped: dict[Tap, Tensor] = {}
         x_NC = self.embedding(batch.tokens_N)
         tables = self.rotary.tables(batch.positions_N, self.dtype)
-        masks = AttentionMasks(batch, cache, self.windows)
+        masks = AttentionMasks(batch, cache, self.windows, heads=self.config.num_heads)
         for layer in self.layers:
             if layer.index in taps:
                 tapped[layer.index] = x_NC
