@@ -33,8 +33,22 @@ from draftwise.models.llama import LlamaModel, build
 from draftwise.types import ModelConfig, Request, SamplingParams
 
 SIZES = {
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "vocab_size": 32768},
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "vocab_size": 512},
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_layers": 16,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "vocab_size": 32768,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "vocab_size": 512,
+    },
 }
 DRAFT_LAYERS = 2
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -107,7 +121,9 @@ def make_config(size: str) -> ModelConfig:
     )
 
 
-def run(model: LlamaModel, drafter: Drafter, prompts: list[tuple[int, ...]], tokens: int, cost: CostTable, **params: Any) -> dict[str, Any]:
+def run(
+    model: LlamaModel, drafter: Drafter, prompts: list[tuple[int, ...]], tokens: int, cost: CostTable, **params: Any
+) -> dict[str, Any]:
     """Generate for all prompts one by one and then together; tokens and figures."""
     engine = Engine(
         model,
@@ -121,7 +137,9 @@ def run(model: LlamaModel, drafter: Drafter, prompts: list[tuple[int, ...]], tok
         governor=Governor(cost),
         max_batch=8,
     )
-    requests = [Request(prompt=prompt, params=SamplingParams(max_tokens=tokens, **params), draft_tokens=4) for prompt in prompts]
+    requests = [
+        Request(prompt=prompt, params=SamplingParams(max_tokens=tokens, **params), draft_tokens=4) for prompt in prompts
+    ]
     engine.generate(requests[:1])  # warms up
     alone = [engine.generate([request])[0] for request in requests]
     together = engine.generate(requests)
@@ -166,7 +184,8 @@ def check(size: str, device: torch.device, dtype: str, tokens: int) -> dict[str,
             ("ngram", NgramDrafter()),
         ):
             drafted = run(model, drafter, prompts, tokens, cost, **params)
-            difference = first_difference(drafted["alone"], plain["alone"]) or first_difference(drafted["together"], plain["alone"])
+            difference = first_difference(drafted["alone"], plain["alone"])
+            difference = difference or first_difference(drafted["together"], plain["alone"])
             report["runs"].append(
                 {
                     "drafter": name,
@@ -210,9 +229,11 @@ def main() -> None:
         reports.append(check(size, device, dtype, options.tokens))
         show(reports[-1])
     runs = [row for report in reports for row in report["runs"]]
-    print(f"\n{time.perf_counter() - started:.0f} s; median speed-up {statistics.median(_speedup(row) for row in runs):.2f}")
+    median = statistics.median(_speedup(row) for row in runs)
+    print(f"\n{time.perf_counter() - started:.0f} s; median speed-up {median:.2f}")
     if options.json:
-        options.json.write_text(json.dumps({"device": name, "size": size, "torch": torch.__version__, "reports": reports}, indent=1))
+        whole = {"device": name, "size": size, "torch": torch.__version__, "reports": reports}
+        options.json.write_text(json.dumps(whole, indent=1))
     if not all(row["same_tokens"] for row in runs):
         sys.exit("a drafted run gave other tokens than the plain one; see the table for where")
 

@@ -25,7 +25,9 @@ class TableModel:
     often agrees with the one of skew 0: a draft for it.
     """
 
-    def __init__(self, vocab: int = 24, *, memory: int = 2, skew: float = 0.0, peak: float = 3.0, positions: int = 4096) -> None:
+    def __init__(
+        self, vocab: int = 24, *, memory: int = 2, skew: float = 0.0, peak: float = 3.0, positions: int = 4096
+    ) -> None:
         self.config = ModelConfig(
             architecture="table",
             vocab_size=vocab,
@@ -59,7 +61,7 @@ class TableModel:
                 assert [position for position, _ in pairs] == list(range(len(pairs))), "a row sees a path, each place once"
                 seen.append(self._code([token for _, token in pairs]))
         hidden = torch.tensor(seen, dtype=torch.float64)[:, None]
-        return Hidden(hidden, {tap: hidden for tap in taps})
+        return Hidden(hidden, dict.fromkeys(taps, hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
         codes = [int(code) for code in hidden[:, 0].tolist()]

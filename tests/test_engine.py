@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from adversaries import Oracle, RandomTree, Sampled
-from table_model import TableModel, built, engine
 
+from adversaries import Oracle, RandomTree, Sampled
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.ngram import NgramDrafter
 from draftwise.drafters.none import NoDrafter
 from draftwise.engine.governor import CostTable
 from draftwise.types import Request, SamplingParams
+from table_model import TableModel, built, engine
 
 VOCAB = 24
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
@@ -104,7 +104,11 @@ def test_a_drafter_that_is_always_right_is_always_accepted(length):
 
 
 def test_the_same_model_as_draft_is_always_accepted_greedy_and_sampled():
-    for params in ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.5, "seed": 4}):
+    for params in (
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.5, "seed": 4},
+    ):
         for verify in ("match", "rejection", "block"):
             drafter = ModelDrafter(TableModel(VOCAB), vocab=VOCAB, context=512, max_batch=8)
             result = run(drafter, [PROMPT], verify=verify, draft_tokens=4, **params)[0]

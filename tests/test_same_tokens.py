@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny import tiny_checkpoint
 
 import draftwise as dw
+from tiny import tiny_checkpoint
 
 SAMPLING = {
     "greedy": {},

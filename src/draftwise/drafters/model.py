@@ -170,7 +170,9 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Model
     checkpoint = open_checkpoint(source.path, revision=source.revision)
     difference = target.tokenizer.mismatch(load_tokenizer(checkpoint), upto=target.vocab)
     if difference:
-        raise ValueError(f"the draft {source.path} has another vocabulary than the target: {difference}; use a draft of its family")
+        raise ValueError(
+            f"the draft {source.path} has another vocabulary than the target: {difference}; use a draft of its family"
+        )
     context = min(target.context, checkpoint.config.max_positions)
     model = read_model(
         checkpoint,

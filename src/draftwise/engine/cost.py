@@ -45,7 +45,8 @@ def measure(model: Model, rows: Seq[int], *, context: int, repeats: int) -> list
 
 def cost_table(model: Model, folder: Path, *, fingerprint: str, context: int = 256) -> CostTable:
     """t(n) of this model on this machine, measured on the first call and read from `folder` afterwards."""
-    what = [fingerprint, model.weights, str(model.device), torch.__version__, torch.get_num_threads(), os.cpu_count(), _processor()]
+    machine = [str(model.device), torch.__version__, torch.get_num_threads(), os.cpu_count(), _processor()]
+    what = [fingerprint, model.weights, sorted({kernel for kernel, *_ in model.row_report}), *machine]
     path = folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]}.json"
     try:
         kept = json.loads(path.read_text())

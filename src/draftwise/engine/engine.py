@@ -19,7 +19,7 @@ from draftwise.engine.scheduler import Scheduler, Turn
 from draftwise.engine.step import decide, report_logprobs
 from draftwise.models.base import Model
 from draftwise.sequence import Sequence
-from draftwise.types import NO_DRAFT, Decoder, Draft, Event, Feed, Hidden, Limit, Outcome, Piece, Request, Result, Verdict
+from draftwise.types import NO_DRAFT, Decoder, Draft, Event, Feed, Hidden, Limit, Outcome, Piece, Request, Result, Tap, Verdict
 
 CHUNK = 512
 """Rows of prompt that a pass takes at most."""
@@ -184,7 +184,7 @@ class Engine:
         if not picked:
             return {}
         logits = self.model.logits(hidden.final[picked])[:, : self.vocab]
-        parts = logits.split([count for _, count in counts])
+        parts = torch.split(logits, [count for _, count in counts])
         return {identity: part for (identity, _), part in zip(counts, parts, strict=True)}
 
     def _finish(self, turn: Turn, draft: Draft, logits: Tensor | None, hidden: Hidden, rows: range) -> Event | None:
@@ -251,7 +251,9 @@ class Engine:
     def _check(self, request: Request) -> None:
         size = len(request.prompt)
         if size >= self.context:
-            raise ValueError(f"the prompt has {size} tokens and the context is {self.context}; shorten it or load with a larger context")
+            raise ValueError(
+                f"the prompt has {size} tokens and the context is {self.context}; shorten it or load with a larger context"
+            )
         for token in request.prompt:
             if not 0 <= token < self.vocab:
                 raise ValueError(f"the prompt holds token id {token}; ids lie between 0 and {self.vocab - 1}")
@@ -302,5 +304,5 @@ def _feed(turn: Turn, draft: Draft) -> Feed:
     return Feed(turn.slot, [*turn.tokens, *draft.tokens], [*range(-1, fed - 1), *below])
 
 
-def _features(hidden: Hidden, rows: Seq[int]) -> dict[int | str, Tensor]:
+def _features(hidden: Hidden, rows: Seq[int]) -> dict[Tap, Tensor]:
     return {tap: states[list(rows)] for tap, states in hidden.taps.items()}

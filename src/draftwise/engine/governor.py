@@ -72,7 +72,10 @@ def best_sizes(
     time to draft one level for all. Nodes enter in order of survival; every prefix of that order is weighed, since t(n)
     climbs in steps.
     """
-    nodes = sorted(((chance, -depth, request) for request, chances in enumerate(survivals) for depth, chance in enumerate(chances)), reverse=True)
+    nodes = sorted(
+        ((chance, -depth, request) for request, chances in enumerate(survivals) for depth, chance in enumerate(chances)),
+        reverse=True,
+    )
     sizes = [0] * len(survivals)
     best = list(sizes)
     expected, deepest = float(len(survivals)), 0

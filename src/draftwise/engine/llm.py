@@ -49,7 +49,8 @@ def load(
 
     drafter: NAME or NAME:PATH; options: the drafter's own. draft_tokens: nodes a step, None lets the governor choose.
     verify: "match", "rejection" or "block". dtype: "fp32", "bf16", "fp16"; quantize: "int8", "int4"; both also for the
-    draft. kernels: "auto" uses the compiled CPU kernels where they can be had, "torch" never. context: most tokens of a request. notice: is told one line at a time what a user should know.
+    draft. kernels: "auto" uses the compiled CPU kernels where they can be had, "torch" never. context: most tokens of a
+    request. notice: is told one line at a time what a user should know.
     Raises ValueError, with one line that says what to do, before any weight is read where that can be told.
     """
     name, path = split_drafter(drafter)
@@ -71,9 +72,7 @@ def load(
     context = context or min(limit, DEFAULT_CONTEXT)
     tokenizer = load_tokenizer(checkpoint)
     compiled = kernels == "auto"
-    target = read_model(
-        checkpoint, dtype=dtype, quantize=quantize, device=place, cache_rows=context, compiled=compiled
-    )
+    target = read_model(checkpoint, dtype=dtype, quantize=quantize, device=place, cache_rows=context, compiled=compiled)
     loaded = _Loaded(checkpoint, tokenizer, target, context, max_batch, compiled, notice or (lambda line: None))
     loaded.notice(f"{model}: {target.weights}")
     source = DraftSource(path, draft_dtype, draft_quantize, compiled=compiled) if path else None
@@ -129,9 +128,7 @@ class LLM:
         self._loaded, self._source = loaded, source
         self.drafter, self.draft_tokens, self.verify = drafter, draft_tokens, verify
         cache = loaded.model.new_cache(loaded.cache_rows())
-        target = Target(
-            loaded.model, cache, loaded.tokenizer, loaded.vocab, loaded.context, loaded.max_batch, loaded.notice
-        )
+        target = Target(loaded.model, cache, loaded.tokenizer, loaded.vocab, loaded.context, loaded.max_batch, loaded.notice)
         built = find_drafter(drafter).build(parse_options(drafter, options), target, source)
         cost = FLAT
         if built.max_depth and draft_tokens is None:

@@ -35,8 +35,8 @@ class Scheduler:
         """Queue a request. Raises ValueError where the whole cache could not hold it."""
         if self._pages(seq) > self.cache.pages:
             raise ValueError(
-                f"the request may need {self._pages(seq) * PAGE} rows of the key/value cache, which has {self.cache.pages * PAGE}; "
-                "lower max_tokens or load with a larger context"
+                f"the request may need {self._pages(seq) * PAGE} rows of the key/value cache, "
+                f"which has {self.cache.pages * PAGE}; lower max_tokens or load with a larger context"
             )
         self.waiting.append(seq)
 

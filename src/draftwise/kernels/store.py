@@ -9,8 +9,9 @@ import ctypes
 import json
 import os
 from collections.abc import Mapping
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class PackedStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._new: dict[str, Packed] = {}
-        self._file: BinaryIO | None = None
+        self._file: BufferedReader | None = None
         self._index: Mapping[str, Any] = {}
         try:
             self._file = open(path, "rb")
@@ -49,8 +50,7 @@ class PackedStore:
         for role, kind, size, offset in entry["tensors"]:
             tensor = torch.empty(size, dtype=getattr(torch, kind))
             self._file.seek(offset)
-            view = memoryview(tensor.view(torch.uint8).numpy())
-            if self._file.readinto(view) != tensor.nbytes:  # type: ignore[attr-defined]
+            if self._file.readinto(tensor.view(torch.uint8).numpy().data) != tensor.nbytes:
                 return None
             setattr(struct, role, tensor.data_ptr())
             tensors.append(tensor)
@@ -82,19 +82,19 @@ class PackedStore:
             self._new.clear()
 
 
-def _write(file: BinaryIO, packed: Packed) -> dict[str, Any]:
+def _write(file: BufferedWriter, packed: Packed) -> dict[str, Any]:
     struct = WeightsStruct.from_buffer_copy(packed.struct)
     roles = {getattr(struct, role): role for role in POINTERS if getattr(struct, role)}
     tensors = []
     for tensor in packed.tensors:
         tensors.append((roles[tensor.data_ptr()], _kind(tensor), tensor.numel(), file.tell()))
-        file.write(memoryview(tensor.contiguous().view(torch.uint8).numpy()))
+        file.write(tensor.contiguous().view(torch.uint8).numpy().data)
     for role in POINTERS:
         setattr(struct, role, None)
     return {"struct": ctypes.string_at(ctypes.byref(struct), ctypes.sizeof(struct)).hex(), "tensors": tensors}
 
 
-def _read_index(file: BinaryIO) -> Mapping[str, Any]:
+def _read_index(file: BufferedReader) -> Mapping[str, Any]:
     if file.read(len(MAGIC)) != MAGIC:
         raise ValueError("not a file of packed weights")
     end = file.seek(-8, os.SEEK_END)

@@ -16,7 +16,8 @@ from draftwise.types import Batch, Hidden, ModelConfig, Tap
 class WeightSource(Protocol):
     """Where weights come from, under their Hugging Face names: a checkpoint, or tensors in memory."""
 
-    config: ModelConfig
+    @property
+    def config(self) -> ModelConfig: ...
 
     def names(self) -> frozenset[str]: ...
 
@@ -31,6 +32,7 @@ class Model(Protocol):
     dtype: torch.dtype  # of hidden states and of the cache
     weights: str  # a line for people: the kinds of weight, and what was rounded
     weight_bytes: int  # read by a pass of one row
+    row_report: list[tuple[str, int, int, str]]  # kernel, inputs, outputs, what its row rule says
 
     def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
         """Run the packed rows, staging their keys and values. Taps as in types.Tap."""

@@ -167,7 +167,7 @@ class Int4(Linear):
 
     @property
     def nbytes(self) -> int:
-        return self.packed.nbytes + self.scales_GM2.nbytes
+        return int(self.packed.nbytes + self.scales_GM2.nbytes)
 
 
 class Compiled(Linear):

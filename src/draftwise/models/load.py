@@ -24,8 +24,6 @@ def weight_kind(
     if quantize is not None and quantize not in QUANTIZED_BITS:
         raise ValueError(f"quantize is {quantize!r}; it must be one of: {', '.join(QUANTIZED_BITS)}")
     if dtype is not None:
-        if quantize == "int4" and dtype == "fp32":
-            raise ValueError("int4 weights run with bf16 or fp16 activations, not fp32; leave --dtype out or use --quantize int8")
         return WeightKind(DTYPES[dtype], quantize, keep_blocks=False, compiled=compiled)
     if checkpoint.format == "gguf" or quantize:
         return WeightKind(torch.bfloat16, quantize, compiled=compiled)

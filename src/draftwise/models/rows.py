@@ -26,7 +26,7 @@ class RowRule(NamedTuple):
         """kernel(x) under this rule."""
         rows = x_NK.shape[0]
         if self.tile and rows > self.tile:
-            return torch.cat([self(kernel, part) for part in x_NK.split(self.tile)])
+            return torch.cat([self(kernel, part) for part in torch.split(x_NK, self.tile)])
         short = -rows % self.multiple
         if not short:
             return kernel(x_NK)
