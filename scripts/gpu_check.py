@@ -133,7 +133,7 @@ def run(
         vocab=model.config.vocab_size,
         context=2048,
         end_tokens=(),
-        decoder=Silent,
+        decoder=lambda continues: Silent(),
         governor=Governor(cost),
         max_batch=8,
     )

@@ -120,7 +120,7 @@ def engine(
         vocab=vocab or model.config.vocab_size,
         context=context,
         end_tokens=end_tokens,
-        decoder=Letters,
+        decoder=lambda continues: Letters(),
         governor=Governor(cost),
         max_batch=max_batch,
     )

@@ -73,9 +73,13 @@ class SamplingParams:
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be at least 1")
         _require(self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be 0 (off) or more")
         _require(self.min_tokens <= self.max_tokens, f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}")
-        _require(self.logprobs is None or 0 <= self.logprobs <= 1000, f"logprobs is {self.logprobs}; it must lie between 0 and 1000")
+        _require(
+            self.logprobs is None or 0 <= self.logprobs <= 1000, f"logprobs is {self.logprobs}; it must lie between 0 and 1000"
+        )
         _require(self.seed is None or isinstance(self.seed, int), f"seed is {self.seed!r}; it must be a whole number")
-        _require(self.allowed_tokens is None or len(self.allowed_tokens) > 0, "allowed_tokens is empty; leave it out to allow all")
+        _require(
+            self.allowed_tokens is None or len(self.allowed_tokens) > 0, "allowed_tokens is empty; leave it out to allow all"
+        )
         _require(all(self.bad_words), "bad_words holds an empty sequence")
         _require(all(self.stop), "stop holds an empty string")
         _require(all(not math.isnan(bias) for bias in self.logit_bias.values()), "logit_bias holds a NaN")
@@ -102,12 +106,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A prompt and what is wanted of it. `draft_tokens`: the most nodes to draft a step; None lets the governor choose."""
+    """A prompt and what is wanted of it.
+
+    draft_tokens: the most nodes to draft a step; None lets the governor choose. continues: the output goes on with the
+    prompt's own text, so a space that begins it is kept.
+    """
 
     prompt: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     verify: str = "match"
     draft_tokens: int | None = None
+    continues: bool = False
 
     def __post_init__(self) -> None:
         _require(len(self.prompt) > 0, "the prompt is empty; give at least one token")

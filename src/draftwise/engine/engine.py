@@ -43,7 +43,7 @@ class Engine:
         vocab: int,
         context: int,
         end_tokens: Collection[int],
-        decoder: Callable[[], Decoder],
+        decoder: Callable[[bool], Decoder],
         governor: Governor,
         max_batch: int,
     ) -> None:
@@ -66,7 +66,12 @@ class Engine:
         self._check(request)
         identity = next(self._ids)
         seq = Sequence(
-            identity, request, end_tokens=self.end_tokens, context=self.context, decoder=self._decoder(), choice=choice
+            identity,
+            request,
+            end_tokens=self.end_tokens,
+            context=self.context,
+            decoder=self._decoder(request.continues),
+            choice=choice,
         )
         self._scheduler.add(seq)
         self._sequences[identity] = seq

@@ -141,7 +141,7 @@ class LLM:
             vocab=loaded.vocab,
             context=loaded.context,
             end_tokens=loaded.end_tokens,
-            decoder=loaded.tokenizer.decoder,
+            decoder=lambda continues: loaded.tokenizer.decoder(continues=continues),
             governor=Governor(cost),
             max_batch=loaded.max_batch,
         )
@@ -220,6 +220,7 @@ class LLM:
             params=wanted,
             verify=verify or self.verify,
             draft_tokens=self.draft_tokens if draft_tokens is None else draft_tokens,
+            continues=isinstance(prompt, str) and (raw or not self.tokenizer.has_chat_template),
         )
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise import kernels
+import draftwise.kernels as kernels
 from draftwise.checkpoint import Quantized
 from draftwise.models.rows import RowRule, probe
 

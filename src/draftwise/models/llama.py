@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwise import kernels
+import draftwise.kernels as kernels
 from draftwise.cache import KVCache
 from draftwise.checkpoint import Quantized, cache_dir
 from draftwise.models.base import WeightSource
