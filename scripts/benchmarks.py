@@ -94,7 +94,8 @@ def replaced(text: str, block: str) -> str:
 def documents(entries: list[dict[str, Any]]) -> dict[Path, str]:
     """What README.md and docs/benchmarks.md should say about what has been measured."""
     measured = [entry for entry in entries if entry["result"]]
-    blocks = {ROOT / "README.md": summary(measured), ROOT / "docs" / "benchmarks.md": details(measured)}
+    block = summary(measured) if measured else "Nothing has been measured yet."
+    blocks = {ROOT / "README.md": block, ROOT / "docs" / "benchmarks.md": details(measured)}
     return {path: replaced(path.read_text(encoding="utf-8"), block) for path, block in blocks.items()}
 
 

@@ -34,10 +34,20 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def other_cache(tmp_path_factory) -> Path:
+    """A cache that has the kernels of the user's own and nothing else."""
+    kernels = dw.cache_dir() / "kernels"
+    kernels.mkdir(parents=True, exist_ok=True)
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "draftwise").mkdir()
+    (folder / "draftwise" / "kernels").symlink_to(kernels)
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path_factory, monkeypatch):
-    """Costs measured on tiny models do not go where the user's are."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+def costs_of_tiny_models_are_kept_elsewhere(other_cache, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other_cache))
 
 
 @pytest.fixture(scope="module")
@@ -436,6 +446,30 @@ def test_interrupt_ends_without_a_traceback(model):
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         assert b"Traceback" not in process.stderr.read()
+
+
+def test_interrupt_on_a_terminal_ends_the_answer_and_not_the_chat(model):
+    ours, theirs = os.openpty()
+    line = [sys.executable, "-m", "draftwise", "chat", "--model", model, "--ignore-eos", "--max-tokens", "400"]
+    with subprocess.Popen(line, env=ENVIRONMENT, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+
+        def read_until(mark: bytes) -> None:
+            nonlocal shown
+            while mark not in shown:
+                shown += os.read(ours, 4096)
+            shown = shown.partition(mark)[2]
+
+        read_until(b"> ")
+        os.write(ours, b"the one\n")
+        read_until(b"\n")  # what was typed; the answer follows
+        shown += os.read(ours, 4096)
+        process.send_signal(signal.SIGINT)
+        read_until(b"> ")
+        os.write(ours, b"/quit\n")
+        assert process.wait(20) == 0
+    os.close(ours)
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -29,6 +29,7 @@ def command(system: str | None, drafter: str, as_json: bool, **flags: Any) -> No
     """Talk with a model.
 
     A line is a turn. /reset forgets the conversation, /system TEXT sets instructions; /quit or the end of input leaves.
+    Ctrl-C ends an answer, which is then forgotten.
     """
     params = options.sampling_params(flags)
     chosen = options.drafter_options(drafter, flags["options"])
@@ -64,6 +65,12 @@ def command(system: str | None, drafter: str, as_json: bool, **flags: Any) -> No
         except ValueError as error:  # the conversation has outgrown the context, most likely
             history.pop()
             options.note(f"error: {error}; /reset forgets the conversation")
+            continue
+        except KeyboardInterrupt:  # ends the answer; at the next question it leaves
+            if not sys.stdin.isatty():
+                raise
+            history.pop()
+            click.echo()
             continue
         history.append({"role": "assistant", "content": result.text})
 
