@@ -235,16 +235,17 @@ def attend(
             k_BKTD, v_BKTD = (part[None] for part in cache.view(layer, span))
             q_BRHD = (F.pad(q, (0, 0, 0, 0, 0, padded - rows)) if padded > rows else q)[None]
         else:
-            kv = cache.pool[layer].index_select(2, pool_rows_BT.flatten()).unflatten(2, pool_rows_BT.shape).transpose(1, 2)
-            k_BKTD, v_BKTD = kv.unbind(0)
+            kv = cache.pool[layer].index_select(2, pool_rows_BT.flatten())
+            k_BKTD, v_BKTD = kv.view(2, -1, *pool_rows_BT.shape, size).transpose(1, 2).unbind(0)
             q_BRHD = q[branch_rows_BR]
-        q_BKND = q_BRHD.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        branches, kv_heads = len(bias_B1NT), heads // groups
+        q_BKND = q_BRHD.reshape(branches, padded, kv_heads, groups, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
         if soft_cap is None and sinks_H is None:
             seen = F.scaled_dot_product_attention(q_BKND, k_BKTD, v_BKTD, attn_mask=bias_B1NT, scale=scale)
         else:
             sinks_KN = None if sinks_H is None else sinks_H.view(-1, groups).repeat_interleave(padded, 1)
             seen = _spelled_out(q_BKND, k_BKTD, v_BKTD, bias_B1NT, scale, soft_cap, sinks_KN)
-        seen_BRHD = seen.unflatten(2, (groups, padded)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        seen_BRHD = seen.reshape(branches, kv_heads, groups, padded, size).permute(0, 3, 1, 2, 4).flatten(2, 3)
         if branch_rows_BR is None:
             out.copy_(seen_BRHD[0, :rows])
         else:
