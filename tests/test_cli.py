@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -304,7 +305,7 @@ def test_doctor(run):
     code, out, _ = run("doctor", "--json")
     assert code == 0
     found = json.loads(out)
-    assert found["versions"]["torch"] and found["machine"]["threads"] >= 1 and "ngram" in found["drafters"]
+    assert found["versions"]["torch"] and found["machine"]["threads"] >= 1 and "ngram" in found["drafters"] and found["kernels"]
     assert run("doctor")[0] == 0
 
 
@@ -312,6 +313,27 @@ def test_pull_prints_where_the_model_lies(run, smollm2_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(smollm2_path.parents[2]))
     code, out, _ = run("pull", "smollm2")
     assert (code, out) == (0, f"{smollm2_path}\n")
+
+
+def test_a_warning_is_one_line(run, monkeypatch):
+    from draftwise.kernels import loader
+
+    monkeypatch.setattr(loader, "load", lambda name: warnings.warn(f"no {name} here", RuntimeWarning, stacklevel=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        code, _, err = run("doctor", "--json")
+    assert code == 0
+    assert err.startswith("draftwise: warning: no ") and err.count("\n") == 1
+
+
+def test_doctor_says_why_there_are_no_kernels(run, monkeypatch):
+    from draftwise.kernels import loader
+
+    def no_compiler(name):
+        raise loader.BuildError("no C++ compiler found; install g++")
+
+    monkeypatch.setattr(loader, "load", no_compiler)
+    assert "no C++ compiler found; install g++" in run("doctor")[1]
 
 
 # bad input: found before anything is loaded

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -58,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = group.main(args=arguments, prog_name="draftwise", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            code = group.main(args=arguments, prog_name="draftwise", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BrokenPipeError:  # the reader of our output left, as `| head` does
@@ -71,6 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         click.echo(f"draftwise: error: {_one_line(error)}", err=True)
         return 2
+
+
+def _warn(message: Warning | str, category: object, filename: str, lineno: int, file: object = None, line: object = None) -> None:
+    click.echo(f"draftwise: warning: {message}", err=True)
 
 
 def _one_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from draftwise.cli import options
 def command(as_json: bool) -> None:
     """Say what there is to run on.
 
-    Versions, processor, memory speed, threads, cache folder and drafters.
+    Versions, processor, memory speed, threads, compiled kernels, cache folder and drafters.
     """
     from draftwise.bench.cost import read_bandwidth
     from draftwise.bench.machine import describe, versions
@@ -24,6 +24,7 @@ def command(as_json: bool) -> None:
     facts = {
         "versions": versions(),
         "machine": machine | {"read_gb_per_s": round(read_bandwidth() / 1e9, 1)},
+        "kernels": _kernels(),
         "cache": str(cache_dir()),
         "drafters": drafter_names(),
     }
@@ -35,3 +36,15 @@ def command(as_json: bool) -> None:
                 click.echo(f"{name:<16}{' '.join(item) if isinstance(item, list) else item}")
         else:
             click.echo(f"{title:<16}{', '.join(value) if isinstance(value, list) else value}")
+
+
+def _kernels() -> str:
+    """The instruction set whose compiled kernels are used, or why there are none. Compiles them where that is still to do."""
+    from draftwise.kernels.loader import BuildError, instruction_sets, load
+
+    best = instruction_sets()[0]
+    try:
+        load(best)
+    except BuildError as error:
+        return f"none, torch's are used instead: {error}"
+    return best
