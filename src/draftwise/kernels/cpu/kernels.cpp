@@ -9,28 +9,17 @@ using namespace dw;
 
 namespace {
 
-constexpr int kChunkRows = 128;  // rows that pass over a weight tile together
-
 template <class Mode>
 void matmul(const Weights& w, const void* x, int x_is_bf16, int64_t n, void* y, int y_is_bf16) {
-  const int chunks = int((n + kChunkRows - 1) / kChunkRows);
+  thread_local Activations<Mode> in;
+  const Activations<Mode>& rows = (in.reserve(n, w.in), in);
   const int columns = (w.tiles() + kColumns - 1) / kColumns;
   const int threads = double(n) * w.out * w.in < 2e5 ? 1 : draftwise_threads();
-  thread_local Buffer pair_buffer, sum_buffer;
-  std::vector<Rows<Mode>> rows(chunks);
-  const int units = w.units();
-  auto* pairs = pair_buffer.of<typename Mode::Pair>(Rows<Mode>::pair_count(n, units));
-  auto* sums = sum_buffer.of<float>(n * units);
-  for (int c = 0; c < chunks; ++c) {
-    const int64_t first = int64_t(c) * kChunkRows;
-    rows[c] = {pairs + Rows<Mode>::pair_count(first, units), sums + first * units, int(std::min<int64_t>(kChunkRows, n - first)), units};
-  }
   const auto pack = [&](int64_t row) {
-    Rows<Mode>& to = rows[row / kChunkRows];
-    if (x_is_bf16)
-      pack_row(to, int(row % kChunkRows), (const uint16_t*)x + row * w.in, w.in);
-    else
-      pack_row(to, int(row % kChunkRows), (const float*)x + row * w.in, w.in);
+    for (int unit = 0; unit < w.units(); ++unit)
+      rows.put(row, unit,
+               x_is_bf16 ? load_input((const uint16_t*)x + row * w.in, unit * kUnit, w.in)
+                         : load_input((const float*)x + row * w.in, unit * kUnit, w.in));
   };
   const bool few = n <= 4;
   if (few)
@@ -39,23 +28,24 @@ void matmul(const Weights& w, const void* x, int x_is_bf16, int64_t n, void* y, 
   fork(threads, [&](int thread) {
     if (!few) stages.run(0, thread, int(n), pack);
     thread_local Buffer totals;
-    stages.run(1, thread, chunks * columns, [&](int item) {
-      const Rows<Mode>& in = rows[item / columns];
+    stages.run(1, thread, rows.chunks() * columns, [&](int item) {
+      const Rows<Mode>& in = rows.chunk(item / columns);
       const int tile = item % columns * kColumns;
-      F* total = totals.of<F>(int64_t(in.n) * kColumns);
+      F* total = totals.of<F>(int64_t(in.blocks) * in.height * kColumns);
       TileProduct<Mode>(w, in)(tile, total);
       for (int c = 0; c < kColumns && tile + c < w.tiles(); ++c) {
         const int column = (tile + c) * 16, count = std::min(16, w.out - column);
+        const F bias = w.bias ? load(w.bias + column) : zero();
         for (int r = 0; r < in.n; ++r) {
-          F value = total[r * kColumns + c];
-          if (w.bias) value = value + load_input(w.bias + column, 0, count);
+          const F value = total[r * kColumns + c] + bias;
           const int64_t at = (int64_t(item / columns) * kChunkRows + r) * w.out + column;
           if (count == 16) {
             y_is_bf16 ? store_bf16((uint16_t*)y + at, value) : store((float*)y + at, value);
           } else {
             float v[16];
             store(v, value);
-            for (int i = 0; i < count; ++i) y_is_bf16 ? void(((uint16_t*)y)[at + i] = to_bf16(v[i])) : void(((float*)y)[at + i] = v[i]);
+            for (int i = 0; i < count; ++i)
+              y_is_bf16 ? void(((uint16_t*)y)[at + i] = to_bf16(v[i])) : void(((float*)y)[at + i] = v[i]);
           }
         }
       }

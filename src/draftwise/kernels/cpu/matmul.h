@@ -4,6 +4,9 @@
 // group, in one lane; then scale * sum + minimum * (sum of the group's inputs), groups in order.
 #pragma once
 
+#include <type_traits>
+#include <vector>
+
 #include "team.h"
 #include "weights.h"
 
@@ -12,64 +15,87 @@ namespace dw {
 // How activations are multiplied: pairs of bfloat16, or floats. Both add in float.
 struct Bf16Mode {
   using Pair = uint32_t;  // two inputs of a row
+  static constexpr int kRows = 12, kExpanded = kBf16;
 };
 struct Fp32Mode {
   struct Pair {
     float even, odd;
   };
+  static constexpr int kRows = kLanes == 16 ? 6 : 4, kExpanded = kFp32;
 };
+// Tiles by rows in registers: columns * Mode::kRows sums.
+constexpr int kColumns = kLanes == 16 ? 2 : 1;
+constexpr int kAhead = 2048;  // bytes that a tile is fetched ahead of its use
 
-constexpr int kColumns = kLanes == 16 ? 2 : 1;   // tiles in flight
-constexpr int kBlockRows = kLanes == 16 ? 8 : 4;  // rows in flight
+// Put 16 values at the first of 8 pairs that lie `stride` apart; returns them as rounded.
+template <class Mode>
+DW_INLINE F put_pairs(typename Mode::Pair* at, int stride, F values) {
+  if constexpr (std::is_same_v<Mode, Bf16Mode>) {
+    alignas(32) uint16_t half[16];
+    store_bf16(half, values);
+    for (int p = 0; p < 8; ++p) std::memcpy(at + p * stride, half + 2 * p, 4);
+    return load_bf16(half);
+  } else {
+    float v[16];
+    store(v, values);
+    for (int p = 0; p < 8; ++p) at[p * stride] = {v[2 * p], v[2 * p + 1]};
+    return values;
+  }
+}
 
-// Activations of n rows, in blocks of nearly equal height: the pairs of a block's rows lie side by side.
-// sums: per unit and row, the sum of its 16 inputs, for minima.
+// Activations of n rows in blocks of one height, the last filled up with zero rows. The pairs of a block's rows lie side
+// by side: [block][unit][8][height].
+// sums: per unit and row, the sum of its 16 inputs, for minima: [block][unit][height].
 template <class Mode>
 struct Rows {
-  typename Mode::Pair* pairs;
+  using Pair = typename Mode::Pair;
+  Pair* pairs;
   float* sums;
-  int n, units;
+  int n, units, blocks, height;
 
-  int blocks() const { return (n + kBlockRows - 1) / kBlockRows; }
-  int start(int block) const {
-    const int count = blocks(), tall = n % count;
-    return block * (n / count) + (block < tall ? block : tall);
-  }
-  int height(int block) const { return n / blocks() + (block < n % blocks()); }
-  typename Mode::Pair* block_pairs(int block) const { return pairs + int64_t(start(block)) * units * 8; }
-  float* block_sums(int block) const { return sums + int64_t(start(block)) * units; }
-
-  static int64_t pair_count(int64_t n, int64_t units) { return n * units * 8; }
-
-  void reserve(Buffer& pair_buffer, Buffer& sum_buffer, int rows, int inputs) {
-    n = rows;
-    units = (inputs + kUnit - 1) / kUnit;
-    pairs = pair_buffer.of<typename Mode::Pair>(pair_count(n, units));
-    sums = sum_buffer.of<float>(int64_t(n) * units);
+  Rows() = default;
+  Rows(int rows, int unit_count, Pair* pair_memory, float* sum_memory)
+      : pairs(pair_memory),
+        sums(sum_memory),
+        n(rows),
+        units(unit_count),
+        blocks((n + Mode::kRows - 1) / Mode::kRows),
+        height((n + blocks - 1) / blocks) {
+    for (int row = n; row < blocks * height; ++row)
+      for (int unit = 0; unit < units; ++unit) put(row, unit, zero());
   }
 
   // Put 16 inputs of a row in place.
-  DW_INLINE void put(int block, int in_block, int unit, F values) {
-    const int stride = height(block);
-    typename Mode::Pair* at = block_pairs(block) + int64_t(unit) * 8 * stride + in_block;
-    if constexpr (std::is_same_v<Mode, Bf16Mode>) {
-      const U half = to_bf16(values);
-      uint32_t v[16];
-      store(v, half);
-      for (int p = 0; p < 8; ++p) at[p * stride] = v[2 * p] | v[2 * p + 1] << 16;
-      values = floats(half << 16);
-    } else {
-      float v[16];
-      store(v, values);
-      for (int p = 0; p < 8; ++p) at[p * stride] = {v[2 * p], v[2 * p + 1]};
-    }
-    block_sums(block)[unit * stride + in_block] = sum(values);
+  DW_INLINE void put(int row, int unit, F values) const {
+    const int block = row / height, in_block = row % height;
+    const int64_t first = int64_t(block) * units * height;
+    const F rounded = put_pairs<Mode>(pairs + 8 * (first + int64_t(unit) * height) + in_block, height, values);
+    sums[first + unit * height + in_block] = sum(rounded);
   }
+};
 
-  int block_of(int row) const {
-    const int count = blocks(), low = n / count, tall = n % count;
-    return row < tall * (low + 1) ? row / (low + 1) : tall + (row - tall * (low + 1)) / low;
+constexpr int kChunkRows = 144;  // rows that pass over a weight tile together: full blocks in every mode
+
+// Any number of rows, in chunks.
+template <class Mode>
+class Activations {
+ public:
+  void reserve(int64_t rows, int inputs) {
+    const int units = (inputs + kUnit - 1) / kUnit;
+    const int64_t most = rows + Mode::kRows;  // only the last chunk is filled up
+    auto* pairs = pairs_.of<typename Mode::Pair>(most * units * 8);
+    auto* sums = sums_.of<float>(most * units);
+    chunks_.clear();
+    for (int64_t first = 0; first < rows; first += kChunkRows)
+      chunks_.emplace_back(int(std::min<int64_t>(kChunkRows, rows - first)), units, pairs + first * units * 8, sums + first * units);
   }
+  int chunks() const { return int(chunks_.size()); }
+  const Rows<Mode>& chunk(int i) const { return chunks_[i]; }
+  DW_INLINE void put(int64_t row, int unit, F values) const { chunks_[row / kChunkRows].put(int(row % kChunkRows), unit, values); }
+
+ private:
+  Buffer pairs_, sums_;
+  std::vector<Rows<Mode>> chunks_;
 };
 
 // One row of float or bfloat16 input, 16 at a time, zeros past its end.
@@ -86,24 +112,27 @@ DW_INLINE F load_input(const uint16_t* x, int at, int count) {
   return load(v);
 }
 
-template <class Mode, class T>
-void pack_row(Rows<Mode>& rows, int row, const T* x, int inputs) {
-  const int block = rows.block_of(row), in_block = row - rows.start(block);
-  for (int unit = 0; unit < rows.units; ++unit) rows.put(block, in_block, unit, load_input(x, unit * kUnit, inputs));
+template <int K>
+DW_INLINE void fetch_ahead(const uint8_t* unit) {
+  for (int line = 0; line < unit_bytes(K); line += 64) __builtin_prefetch(unit + kAhead + line);
 }
 
-// acc += units of codes times a block's pairs; R rows by kColumns tiles in registers.
-template <class Mode, int K, int R>
+// acc += units of codes times a block's pairs; R rows by kColumns tiles in registers. Expanded codes are left in `keep` if Keep.
+template <class Mode, int K, int R, bool Keep>
 struct Inner {
   const Lookup<K>& lookup;
   float zero;
+  uint8_t* keep[kColumns];
 
   template <int P>
-  DW_INLINE void pair(const uint8_t* const* unit, const typename Mode::Pair* x, F (&acc)[R][kColumns]) const {
+  DW_INLINE void pair(const uint8_t* const* unit, const typename Mode::Pair* x, F (&acc)[R][kColumns]) {
     if constexpr (std::is_same_v<Mode, Bf16Mode>) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
       U w[kColumns];
-      for (int c = 0; c < kColumns; ++c) w[c] = lookup.template pair<P>(unit[c]);
+      for (int c = 0; c < kColumns; ++c) {
+        w[c] = lookup.template pair<P>(unit[c]);
+        if (Keep) store((uint32_t*)keep[c] + P * 16, w[c]);
+      }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const U b = splat(x[P * R + r]);
@@ -112,7 +141,10 @@ struct Inner {
 #endif
     } else {
       F even[kColumns], odd[kColumns];
-      for (int c = 0; c < kColumns; ++c) pair_floats<K, P>(unit[c], zero, even[c], odd[c]);
+      for (int c = 0; c < kColumns; ++c) {
+        pair_floats<K, P>(unit[c], zero, even[c], odd[c]);
+        if (Keep) store((float*)keep[c] + P * 32, even[c]), store((float*)keep[c] + P * 32 + 16, odd[c]);
+      }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const F a = splat(x[P * R + r].even), b = splat(x[P * R + r].odd);
@@ -121,11 +153,11 @@ struct Inner {
     }
   }
 
-  DW_INLINE void units(const uint8_t* const* codes, int count, const typename Mode::Pair* x, F (&acc)[R][kColumns]) const {
+  DW_INLINE void units(const uint8_t* const* codes, int count, const typename Mode::Pair* x, F (&acc)[R][kColumns]) {
     const uint8_t* at[kColumns];
     for (int c = 0; c < kColumns; ++c) at[c] = codes[c];
     for (int u = 0; u < count; ++u) {
-      for (int c = 0; c < kColumns; ++c) __builtin_prefetch(at[c] + 1024);
+      for (int c = 0; c < kColumns; ++c) fetch_ahead<K>(at[c]);
       pair<0>(at, x, acc);
       pair<1>(at, x, acc);
       pair<2>(at, x, acc);
@@ -134,13 +166,16 @@ struct Inner {
       pair<5>(at, x, acc);
       pair<6>(at, x, acc);
       pair<7>(at, x, acc);
-      for (int c = 0; c < kColumns; ++c) at[c] += unit_bytes(K);
+      for (int c = 0; c < kColumns; ++c) {
+        at[c] += unit_bytes(K);
+        if (Keep) keep[c] += unit_bytes(Mode::kExpanded);
+      }
       x += 8 * R;
     }
   }
 };
 
-// The kColumns tiles from `tile` on, for all rows. total: float [n][kColumns * 16], overwritten.
+// The kColumns tiles from `tile` on, for all rows. total: float [padded n][kColumns * 16], overwritten.
 template <class Mode>
 class TileProduct {
  public:
@@ -158,8 +193,6 @@ class TileProduct {
   }
 
  private:
-  static constexpr int kExpanded = std::is_same_v<Mode, Bf16Mode> ? kBf16 : kFp32;
-
   struct Segment {  // units that share a scale, or a slab
     const uint8_t* codes[kColumns];
     int unit, units;
@@ -189,10 +222,12 @@ class TileProduct {
     }
   }
 
-  template <int K, int R>
-  DW_INLINE void block(const Segment& s, int block, const Lookup<K>& lookup, const uint8_t* const* codes, F* total) const {
-    const Inner<Mode, K, R> inner{lookup, float(w_.zero)};
-    const typename Mode::Pair* x = x_.block_pairs(block) + int64_t(s.unit) * 8 * R;
+  // One block's share of a segment. x, sums, total: the block's own, from the segment's first unit on.
+  template <int K, int R, bool Keep>
+  DW_INLINE void block(const Segment& s, const Lookup<K>& lookup, const uint8_t* const* codes, const typename Mode::Pair* x,
+                       const float* sums, F* total, uint8_t* keep) const {
+    Inner<Mode, K, R, Keep> inner{lookup, float(w_.zero), {}};
+    for (int c = 0; c < kColumns; ++c) inner.keep[c] = keep + c * kSlabUnits * unit_bytes(Mode::kExpanded);
     F acc[R][kColumns];
     if (!w_.group) {
 #pragma GCC unroll 16
@@ -208,88 +243,70 @@ class TileProduct {
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < kColumns; ++c) acc[r][c] = dw::zero();
     inner.units(codes, s.units, x, acc);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < kColumns; ++c)
-        total[r * kColumns + c] = fma(s.scale[c].scale, acc[r][c], total[r * kColumns + c]);
     if (w_.has_minimum) {
-      const float* sums = x_.block_sums(block) + s.unit * R;
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         const F all = splat(s.units == 2 ? sums[r] + sums[R + r] : sums[r]);
-        for (int c = 0; c < kColumns; ++c)
-          total[r * kColumns + c] = fma(s.scale[c].minimum, all, total[r * kColumns + c]);
+        for (int c = 0; c < kColumns; ++c) {
+          F& t = total[r * kColumns + c];
+          t = fma(s.scale[c].minimum, all, fma(s.scale[c].scale, acc[r][c], t));
+        }
       }
+    } else {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kColumns; ++c) {
+          F& t = total[r * kColumns + c];
+          t = fma(s.scale[c].scale, acc[r][c], t);
+        }
     }
   }
 
+  // All rows in registers: codes are expanded on the way.
   template <int K, int R>
   __attribute__((noinline)) void one_block(int tile, F* total) const {
     const Lookup<K> lookup(w_);
-    segments<K>(tile, [&](const Segment& s) { block<K, R>(s, 0, lookup, s.codes, total); });
+    const typename Mode::Pair* x = x_.pairs;
+    const float* sums = x_.sums;
+    segments<K>(tile, [&](const Segment& s) DW_INLINE_LAMBDA {
+      block<K, R, false>(s, lookup, s.codes, x + int64_t(s.unit) * 8 * R, sums + s.unit * R, total, nullptr);
+    });
   }
 
-  template <int R>
-  __attribute__((noinline)) void blocks_of(const Segment& s, const uint8_t* const* codes, int first, int count, F* total) const {
-    const Lookup<kExpanded> none(w_);
-    for (int b = first; b < first + count; ++b)
-      block<kExpanded, R>(s, b, none, codes, total + int64_t(x_.start(b)) * kColumns);
-  }
-
-  template <int K>
-  void product(int tile, F* total) const {
-    for (int64_t i = 0; i < int64_t(x_.n) * kColumns; ++i) total[i] = dw::zero();
-    if (x_.blocks() == 1)
-      by_height(x_.n, [&](auto height) { one_block<K, height>(tile, total); });
-    else
-      many_blocks<K>(tile, total);
-    if (!w_.group && w_.row_scale) scale_rows(tile, total);
-  }
-
-  template <int K>
-  void many_blocks(int tile, F* total) const {
+  // The first block expands codes, and leaves them for the others.
+  template <int K, int R>
+  __attribute__((noinline)) void many_blocks(int tile, F* total) const {
+    constexpr int kExpanded = Mode::kExpanded;
     const Lookup<K> lookup(w_);
-    alignas(64) uint8_t expanded[kColumns][kSlabUnits * unit_bytes(kExpanded)];
-    const int blocks = x_.blocks(), tall = x_.n % blocks, low = x_.n / blocks;
-    segments<K>(tile, [&](const Segment& s) {
+    const Lookup<kExpanded> none(w_);
+    alignas(64) uint8_t expanded[kColumns * kSlabUnits * unit_bytes(Mode::kExpanded)];
+    const int blocks = x_.blocks;
+    const int64_t pair_step = int64_t(x_.units) * 8 * R, sum_step = int64_t(x_.units) * R;
+    segments<K>(tile, [&](const Segment& s) DW_INLINE_LAMBDA {
+      const typename Mode::Pair* x = x_.pairs + int64_t(s.unit) * 8 * R;
+      const float* sums = x_.sums + s.unit * R;
+      F* t = total;
       const uint8_t* codes[kColumns];
-      for (int c = 0; c < kColumns; ++c) {
-        codes[c] = s.codes[c];
-        if constexpr (K != kExpanded) {
-          expand<K>(lookup, s.codes[c], s.units, expanded[c]);
-          codes[c] = expanded[c];
-        }
+      for (int c = 0; c < kColumns; ++c)
+        codes[c] = K == kExpanded ? s.codes[c] : expanded + c * kSlabUnits * unit_bytes(Mode::kExpanded);
+      block<K, R, K != kExpanded>(s, lookup, s.codes, x, sums, t, expanded);
+      for (int b = 1; b < blocks; ++b) {
+        x += pair_step;
+        sums += sum_step;
+        t += R * kColumns;
+        block<kExpanded, R, false>(s, none, codes, x, sums, t, nullptr);
       }
-      if (tall) by_height(low + 1, [&](auto height) { blocks_of<height>(s, codes, 0, tall, total); });
-      by_height(low, [&](auto height) { blocks_of<height>(s, codes, tall, blocks - tall, total); });
     });
   }
 
   template <int K>
-  DW_INLINE void expand(const Lookup<K>& lookup, const uint8_t* unit, int units, uint8_t* to) const {
-    for (int u = 0; u < units; ++u, unit += unit_bytes(K), to += unit_bytes(kExpanded)) {
-      expand_pair<K, 0>(lookup, unit, to);
-      expand_pair<K, 1>(lookup, unit, to);
-      expand_pair<K, 2>(lookup, unit, to);
-      expand_pair<K, 3>(lookup, unit, to);
-      expand_pair<K, 4>(lookup, unit, to);
-      expand_pair<K, 5>(lookup, unit, to);
-      expand_pair<K, 6>(lookup, unit, to);
-      expand_pair<K, 7>(lookup, unit, to);
-    }
-  }
-  template <int K, int P>
-  DW_INLINE void expand_pair(const Lookup<K>& lookup, const uint8_t* unit, uint8_t* to) const {
-    if constexpr (std::is_same_v<Mode, Bf16Mode>) {
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-      store((uint32_t*)to + P * 16, lookup.template pair<P>(unit));
-#endif
-    } else {
-      F even, odd;
-      pair_floats<K, P>(unit, float(w_.zero), even, odd);
-      store((float*)to + P * 32, even);
-      store((float*)to + P * 32 + 16, odd);
-    }
+  void product(int tile, F* total) const {
+    for (int64_t i = 0; i < int64_t(x_.blocks) * x_.height * kColumns; ++i) total[i] = dw::zero();
+    if (x_.blocks == 1)
+      by_height<1, Mode::kRows>(x_.height, [&](auto height) { one_block<K, height>(tile, total); });
+    else
+      by_height<Mode::kRows / 2 + 1, Mode::kRows>(x_.height, [&](auto height) { many_blocks<K, height>(tile, total); });
+    if (!w_.group && w_.row_scale) scale_rows(tile, total);
   }
 
   void scale_rows(int tile, F* total) const {
@@ -299,37 +316,28 @@ class TileProduct {
       for (int r = 0; r < x_.n; ++r) total[r * kColumns + c] = total[r * kColumns + c] * scale;
       if (!w_.row_minimum) continue;
       const F minimum = load(w_.row_minimum + at);
-      for (int b = 0; b < x_.blocks(); ++b) {
-        const int height = x_.height(b);
-        const float* sums = x_.block_sums(b);
-        for (int r = 0; r < height; ++r) {
-          float all = 0;
-          for (int u = 0; u < x_.units; ++u) all += sums[u * height + r];
-          F& t = total[(x_.start(b) + r) * kColumns + c];
-          t = fma(minimum, splat(all), t);
-        }
+      for (int r = 0; r < x_.n; ++r) {
+        const float* sums = x_.sums + int64_t(r / x_.height) * x_.units * x_.height + r % x_.height;
+        float all = 0;
+        for (int u = 0; u < x_.units; ++u) all += sums[u * x_.height];
+        total[r * kColumns + c] = fma(minimum, splat(all), total[r * kColumns + c]);
       }
     }
   }
 
-  template <class Function>
+  template <int Least, int Most, class Function>
   static DW_INLINE void by_height(int height, Function f) {
-    switch (height) {
-      case 1: return f(std::integral_constant<int, 1>{});
-      case 2: return f(std::integral_constant<int, 2>{});
-      case 3: return f(std::integral_constant<int, 3>{});
-      case 4: return f(std::integral_constant<int, 4>{});
-    }
-    if constexpr (kBlockRows > 4) switch (height) {
-      case 5: return f(std::integral_constant<int, 5>{});
-      case 6: return f(std::integral_constant<int, 6>{});
-      case 7: return f(std::integral_constant<int, 7>{});
-      case 8: return f(std::integral_constant<int, 8>{});
-    }
+    if constexpr (Most > Least)
+      if (height < Most) return by_height<Least, Most - 1>(height, f);
+    f(std::integral_constant<int, Most>{});
   }
 
   const Weights& w_;
   const Rows<Mode>& x_;
 };
+
+// Compiled apart, in tiles_bf16.cpp and tiles_fp32.cpp.
+extern template class TileProduct<Bf16Mode>;
+extern template class TileProduct<Fp32Mode>;
 
 }  // namespace dw

@@ -13,6 +13,7 @@
 #endif
 
 #define DW_INLINE inline __attribute__((always_inline))
+#define DW_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace dw {
 
@@ -34,6 +35,9 @@ constexpr bool kHasBf16 = false;
 typedef float NativeF __attribute__((vector_size(kLanes * 4)));
 typedef int32_t NativeI __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t NativeU __attribute__((vector_size(kLanes * 4)));
+
+typedef NativeF LooseF __attribute__((aligned(1), may_alias));
+typedef NativeU LooseU __attribute__((aligned(1), may_alias));
 
 struct F {
   NativeF part[kParts];
@@ -60,10 +64,10 @@ DW_INLINE F zero() { F a; DW_EACH a.part[i] = NativeF{}; return a; }
 DW_INLINE U bits(F a) { U b; DW_EACH b.part[i] = (NativeU)a.part[i]; return b; }
 DW_INLINE F floats(U a) { F b; DW_EACH b.part[i] = (NativeF)a.part[i]; return b; }
 
-DW_INLINE F load(const float* p) { F a; std::memcpy(&a, p, 64); return a; }
-DW_INLINE U load(const uint32_t* p) { U a; std::memcpy(&a, p, 64); return a; }
-DW_INLINE void store(float* p, F a) { std::memcpy(p, &a, 64); }
-DW_INLINE void store(uint32_t* p, U a) { std::memcpy(p, &a, 64); }
+DW_INLINE F load(const float* p) { F a; DW_EACH a.part[i] = ((const LooseF*)p)[i]; return a; }
+DW_INLINE U load(const uint32_t* p) { U a; DW_EACH a.part[i] = ((const LooseU*)p)[i]; return a; }
+DW_INLINE void store(float* p, F a) { DW_EACH ((LooseF*)p)[i] = a.part[i]; }
+DW_INLINE void store(uint32_t* p, U a) { DW_EACH ((LooseU*)p)[i] = a.part[i]; }
 
 // Signed integers to float.
 DW_INLINE F convert(U a) {
@@ -97,18 +101,26 @@ DW_INLINE F fma(F a, F b, F c) {
 
 // Fixed tree of additions: lanes 8 apart, then 4, 2, 1.
 DW_INLINE float sum(F a) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_add_ps((__m512)a.part[0]);  // the same tree
+#else
   float v[16];
   store(v, a);
   for (int step = 8; step > 0; step /= 2)
     for (int i = 0; i < step; ++i) v[i] += v[i + step];
   return v[0];
+#endif
 }
 DW_INLINE float largest(F a) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_reduce_max_ps((__m512)a.part[0]);
+#else
   float v[16];
   store(v, a);
   for (int step = 8; step > 0; step /= 2)
     for (int i = 0; i < step; ++i) v[i] = v[i] > v[i + step] ? v[i] : v[i + step];
   return v[0];
+#endif
 }
 
 // bfloat16
@@ -147,7 +159,10 @@ DW_INLINE F load_bf16(const uint16_t* p) {
   return a;
 }
 DW_INLINE void store_bf16(uint16_t* p, F a) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__)
+  const __m256bh half = _mm512_cvtneps_pbh((__m512)a.part[0]);  // rounds denormals to 0
+  std::memcpy(p, &half, 32);
+#elif defined(__AVX512F__) && defined(__AVX512BW__)
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)to_bf16(a).part[0]));
 #else
   uint32_t v[16];

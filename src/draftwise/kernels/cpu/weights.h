@@ -102,6 +102,22 @@ DW_INLINE U codes(const uint8_t* unit) {
   }
 }
 
+// Low and high byte of the bfloat16 of 0 .. 127.
+struct ByteTables {
+  alignas(64) uint8_t low[128] = {}, high[128] = {};
+
+  constexpr ByteTables() {
+    for (int v = 1; v < 128; ++v) {
+      int top = 0;
+      while (v >> (top + 1)) ++top;
+      const int half = (127 + top) << 7 | (v << (7 - top) & 127);
+      low[v] = uint8_t(half & 255);
+      high[v] = uint8_t(half >> 8);
+    }
+  }
+};
+inline constexpr ByteTables kBytes;
+
 // Tables for turning codes into bfloat16, kept in registers across a tile.
 template <int K>
 struct Lookup {
@@ -114,17 +130,11 @@ struct Lookup {
     } else if constexpr (K == kInt6) {
       a = _mm512_loadu_si512(w.lookup);
       b = _mm512_loadu_si512(w.lookup + 32);
-    } else if constexpr (K == kInt8) {  // low and high byte of the bfloat16 of 0 .. 127
-      alignas(64) uint8_t low[128], high[128];
-      for (int v = 0; v < 128; ++v) {
-        const uint16_t h = to_bf16(float(v));
-        low[v] = uint8_t(h);
-        high[v] = uint8_t(h >> 8);
-      }
-      a = _mm512_load_si512(low);
-      b = _mm512_load_si512(low + 64);
-      c = _mm512_load_si512(high);
-      d = _mm512_load_si512(high + 64);
+    } else if constexpr (K == kInt8) {
+      a = _mm512_load_si512(kBytes.low);
+      b = _mm512_load_si512(kBytes.low + 64);
+      c = _mm512_load_si512(kBytes.high);
+      d = _mm512_load_si512(kBytes.high + 64);
     }
   }
 

@@ -1,0 +1,3 @@
+#include "matmul.h"
+
+template class dw::TileProduct<dw::Fp32Mode>;
