@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from draftwise import Stats
     from draftwise.bench.run import Run
 
+DEPTHS = 4  # of conditional acceptance that a table has room for
+
 
 def as_json(
     runs: Sequence[Run], workload: Workload, *, model: str, device: str, verify: str, temperature: float, batch: int
@@ -54,11 +56,11 @@ def _figures(stats: Stats, plain: Stats) -> dict[str, float]:
 
 
 def tables(report: Mapping[str, Any]) -> list[Table]:
-    """The object of `as_json` as two tables: the drafters, and their speed-ups by category."""
+    """The object of `as_json` as two tables: the drafters, with tokens per pass, and their speed-ups by category."""
     runs = report["runs"]
-    deepest = max(len(run["conditional_acceptance"][:6]) for run in runs)
+    deepest = max(len(run["conditional_acceptance"][:DEPTHS]) for run in runs)
     depths = [f"at {depth + 1}" for depth in range(deepest)]
-    drafters = plain_table("drafter", "tokens/s", "speed-up", "tokens a pass", "accepted", *depths)
+    drafters = plain_table("drafter", "tokens/s", "speed-up", "per pass", "accepted", *depths)
     for run in runs:
         by_depth = [f"{rate:.0%}" for rate in run["conditional_acceptance"][:deepest]]
         drafters.add_row(
@@ -90,5 +92,5 @@ def plain_table(first: str, *others: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(first)
     for name in others:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", min_width=len(name), no_wrap=True)
     return table

@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _warn(message: Warning | str, category: object, filename: str, lineno: int, file: object = None, line: object = None) -> None:
+def _warn(
+    message: Warning | str, category: object, filename: str, lineno: int, file: object = None, line: object = None
+) -> None:
     click.echo(f"draftwise: warning: {message}", err=True)
 
 
