@@ -12,7 +12,7 @@ from draftwise.checkpoint import Checkpoint
 from draftwise.models.base import Model, WeightSource
 from draftwise.models.linear import WeightKind
 
-SHARED = ("base", "layers", "linear", "rows", "transformers")
+SHARED = ("anatomy", "base", "convert", "layers", "linear", "load", "rows", "transformers")
 
 
 def native_builder(architecture: str) -> Callable[[WeightSource, WeightKind, torch.device], Model] | None:

@@ -1,0 +1,284 @@
+"""Any other decoder-only model of the transformers library, on the same packed pass, cache and tree mask.
+
+That library computes everything but attention, which reaches our cache through its attention interface, and the matrix
+products, which are ours. Shapes: N rows, C hidden width, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftwise.cache import KVCache
+from draftwise.checkpoint import Checkpoint
+from draftwise.models.anatomy import Anatomy, Refused, examine, final_hidden, head_logits, head_of, swapped
+from draftwise.models.convert import Products, convert
+from draftwise.models.layers import AttentionMasks, attend
+from draftwise.models.linear import WeightKind
+from draftwise.types import Batch, Feed, Hidden, ModelConfig, Tap
+
+ATTENTION = "draftwise"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pass:
+    """What the attention function needs to know of the pass it is called in."""
+
+    batch: Batch
+    cache: KVCache
+    masks: AttentionMasks
+    windows: tuple[int | None, ...]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    draftwise_pass: _Pass,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of the interface: [1, heads, N, D] in, [1, N, heads, D] out."""
+    now, layer = draftwise_pass, int(module.layer_idx)  # type: ignore[arg-type]
+    q_NHD, k_NKD, v_NKD = (part[0].transpose(0, 1) for part in (query, key, value))
+    now.cache.stage(layer, now.batch, k_NKD, v_NKD)
+    q_NHD, looks = q_NHD.to(now.cache.pool.dtype), now.masks.of(now.windows[layer])
+    out_NHD = attend(q_NHD, layer, now.batch, now.cache, looks, scale=scaling, soft_cap=softcap, sinks_H=s_aux)
+    return out_NHD[None].to(query.dtype), None
+
+
+class TransformersModel:
+    """A model of the transformers library behind the Model protocol."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        config: ModelConfig,
+        products: Products,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        self.config, self.device, self.dtype = config, device, dtype
+        self.weights = _describe(products)
+        self.weight_bytes = products.nbytes
+        self._model, self._anatomy, self._products = model, anatomy, products
+        self._layers = list(range(config.num_layers) if layers is None else sorted(set(layers)))
+        self._base = model.get_submodule(anatomy.base)
+        self._head = head_of(model, anatomy.base)
+
+    @property
+    def row_report(self) -> list[tuple[str, int, int, str]]:
+        """Kernel, inputs, outputs and what the probe found, for people."""
+        return self._products.rules.report()
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
+        """Run the packed rows, staging their keys and values. Taps as in types.Tap."""
+        taps = set(taps)
+        tapped: dict[Tap, Tensor] = {}
+        windows = self._anatomy.windows
+        now = _Pass(batch, cache, AttentionMasks(batch, cache, windows, heads=self._anatomy.heads), windows)
+        with self._listening(taps, tapped):
+            final = final_hidden(self._base, batch.tokens_N, batch.positions_N, draftwise_pass=now)
+        if "final_norm" in taps:
+            tapped["final_norm"] = final
+        return Hidden(final, tapped)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head's rows for final hidden states [n, width]: float32 [n, vocab_size], before any warping."""
+        return head_logits(self._head, hidden).float()
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache of this model's shape with room for `capacity` rows."""
+        return KVCache(
+            layers=max(self._layers) + 1,
+            kv_heads=self._anatomy.kv_heads,
+            head_dim=self._anatomy.head_dim,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def subset(self, layers: Sequence[int]) -> TransformersModel:
+        """The same weights with only `layers`, each keeping its place in the cache."""
+        chosen = set(self._layers) & set(layers)
+        stack = self._model.get_submodule(self._anatomy.layers)
+        kept = [
+            layer if index in chosen else _Skipped(layer, self._anatomy.tuples) for index, layer in enumerate(stack.children())
+        ]
+        model = swapped(self._model, self._anatomy.layers.split("."), nn.ModuleList(kept))
+        return TransformersModel(
+            model, self._anatomy, self.config, self._products, dtype=self.dtype, device=self.device, layers=sorted(chosen)
+        )
+
+    @contextmanager
+    def _listening(self, taps: set[Tap], tapped: dict[Tap, Tensor]) -> Iterator[None]:
+        """Keep what enters the tapped layers, and what leaves the last one."""
+        stack = list(self._model.get_submodule(self._anatomy.layers).children())
+
+        def keep(tap: int, hidden: Tensor) -> None:
+            if hidden.dim() != 3:
+                raise ValueError(
+                    f"hidden states of {self.config.architecture} are not one row a token; use a drafter without taps"
+                )
+            tapped[tap] = hidden[0]
+
+        def entering(tap: int) -> Any:
+            return lambda _, args, kwargs: keep(tap, args[0] if args else kwargs["hidden_states"])
+
+        def leaving(_: nn.Module, __: Any, output: Any) -> None:
+            keep(len(stack), output[0] if isinstance(output, tuple) else output)
+
+        hooks = [
+            stack[tap].register_forward_pre_hook(entering(tap), with_kwargs=True)
+            for tap in taps
+            if isinstance(tap, int) and tap < len(stack)
+        ]
+        if len(stack) in taps:
+            hooks.append(stack[-1].register_forward_hook(leaving))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+class _Skipped(nn.Module):
+    """A decoder layer that is left out; what a model asks of it besides is answered by the layer."""
+
+    def __init__(self, layer: nn.Module, tuples: bool) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # no submodule: its weights are not this model's
+        self.tuples = tuples
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor | tuple[Tensor]:
+        return (hidden_states,) if self.tuples else hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+
+def build(checkpoint: Checkpoint, kind: WeightKind, device: torch.device) -> TransformersModel:
+    """Load a checkpoint that has no file of its own here. Raises ValueError, before weights are read, for what cannot run."""
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    name = checkpoint.config.architecture
+    if checkpoint.config.raw.get("auto_map"):
+        raise Refused(name, "the checkpoint brings code of its own, which is not run")
+    try:
+        config = AutoConfig.from_pretrained(checkpoint.path)
+    except (ValueError, KeyError, ImportError) as error:
+        raise Refused(name, "the transformers library here does not know them") from error
+    settings = _unquantised(checkpoint, config, device)
+    anatomy = examine(config)
+    AttentionInterface.register(ATTENTION, _attention)
+    with _quiet():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            checkpoint.path,
+            dtype=kind.dtype,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+            local_files_only=True,
+            **settings,
+        )
+    wrong = sorted(map(str, (*report["missing_keys"], *report["mismatched_keys"])))
+    if wrong:
+        raise ValueError(
+            f"{checkpoint.path}: {wrong[0]} is missing or of another shape; the checkpoint is incomplete, fetch it again"
+        )
+    model.eval()
+    found = replace(
+        checkpoint.config,
+        vocab_size=anatomy.vocab_size,
+        hidden_size=int(config.hidden_size),
+        num_layers=len(anatomy.windows),
+        num_heads=anatomy.heads,
+        num_kv_heads=anatomy.kv_heads,
+        head_dim=anatomy.head_dim,
+        max_positions=anatomy.max_positions,
+        windows=anatomy.windows,
+    )
+    foreign = checkpoint.quantization is not None and not getattr(settings["quantization_config"], "dequantize", False)
+    products = convert(model, kind, device, foreign=foreign)
+    built = TransformersModel(model, anatomy, found, products, dtype=kind.dtype, device=device)
+    _check_rows_stand_alone(built)
+    return built
+
+
+def _unquantised(checkpoint: Checkpoint, config: Any, device: torch.device) -> dict[str, Any]:
+    """Take the quantisation out of `config`; returns how from_pretrained is to read the weights.
+
+    Weights whose method can be undone are expanded, so that ours apply. Raises ValueError where they cannot be read here.
+    """
+    if checkpoint.quantization is None:
+        return {}
+    from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+
+    settings = config.quantization_config
+    del config.quantization_config
+    try:
+        method = AutoQuantizationConfig.from_dict(dict(settings))
+        if hasattr(method, "dequantize"):
+            method.dequantize = True
+        AutoHfQuantizer.from_config(method, pre_quantized=True).validate_environment(device_map={"": device})
+    except Exception as error:  # every method has its own way to say what it lacks
+        why = str(error).strip().splitlines()
+        raise ValueError(
+            f"{checkpoint.path}: the weights are quantised by {checkpoint.quantization}, which cannot be read on this machine"
+            f" ({why[0] if why else type(error).__name__}); use the unquantised checkpoint with --quantize int4, or a GGUF file"
+        ) from error
+    return {"quantization_config": method}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without that library's progress bar."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _check_rows_stand_alone(model: TransformersModel) -> None:
+    """Read a few tokens whole, then in parts beside another text: rows that differ hold a state we know nothing of."""
+    tokens = [(7 * i + 3) % model.config.vocab_size for i in range(8)]
+    whole, parts = model.new_cache(64), model.new_cache(64)
+    expected = model.forward(whole.pack([Feed.chain(whole.alloc(), tokens)]), whole).final
+    other, slot = parts.alloc(), parts.alloc()
+    found = []
+    for some in (tokens[:3], tokens[3:]):
+        batch = parts.pack([Feed.chain(other, some[::-1]), Feed.chain(slot, some)])
+        found.append(model.forward(batch, parts).final[len(some) :])
+        parts.commit(other, range(len(some)))
+        parts.commit(slot, range(len(some)))
+    if (torch.cat(found).float() - expected.float()).norm() > 0.1 * expected.float().norm():
+        raise Refused(model.config.architecture, "a row of theirs depends on more than the tokens before it")
+
+
+def _describe(products: Products) -> str:
+    text = " and ".join(sorted({linear.kind for linear in products.linears}))
+    worst = max((linear.rounding for linear in products.linears), default=0.0)
+    if worst > 1e-4:
+        text += f"; weights differ by up to {worst:.2%} from the file's"
+    if products.kept:
+        text += "; as they were: " + ", ".join(f"{name} ({why})" for name, why in products.kept.items())
+    return text
