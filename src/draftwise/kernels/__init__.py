@@ -1,10 +1,24 @@
 """Hot code in C++, each piece beside its plain torch version in reference.py and held to it by a test."""
 
+from draftwise.kernels.decoder import Decoder, PackedLayer, unsupported
 from draftwise.kernels.loader import layout_key, library
 from draftwise.kernels.packed import Packed, matmul, pack_dense, pack_int, pack_int4, pack_int8
 from draftwise.kernels.store import PackedStore
 
-__all__ = ["Packed", "PackedStore", "available", "layout_key", "matmul", "pack_dense", "pack_int", "pack_int4", "pack_int8"]
+__all__ = [
+    "Decoder",
+    "Packed",
+    "PackedLayer",
+    "PackedStore",
+    "available",
+    "layout_key",
+    "matmul",
+    "pack_dense",
+    "pack_int",
+    "pack_int4",
+    "pack_int8",
+    "unsupported",
+]
 
 
 def available() -> bool:

@@ -75,6 +75,17 @@ class Packed:
         struct.bias = bias.data_ptr()
         return Packed(self.lib, struct, (*self.tensors, bias))
 
+    def part(self, start: int, stop: int) -> Packed:
+        """Outputs [start, stop) of the same memory; start must be a multiple of 16."""
+        assert start % 16 == 0 and 0 <= start < stop <= self.struct.out
+        struct = WeightsStruct.from_buffer_copy(self.struct)
+        struct.out = stop - start
+        struct.data += start // 16 * struct.tile_bytes
+        for vector in ("row_scale", "row_minimum", "bias"):
+            if getattr(struct, vector):
+                setattr(struct, vector, getattr(struct, vector) + 4 * start)
+        return Packed(self.lib, struct, self.tensors)
+
     def on(self, lib: ctypes.CDLL) -> Packed:
         """The same memory, computed with by another instruction set's kernels."""
         return Packed(lib, self.struct, self.tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import pkgutil
 from collections.abc import Callable
 from importlib import import_module
 
@@ -12,15 +12,20 @@ from draftwise.checkpoint import Checkpoint
 from draftwise.models.base import Model, WeightSource
 from draftwise.models.linear import WeightKind
 
-SHARED = ("anatomy", "base", "convert", "layers", "linear", "load", "rows", "transformers")
+SHARED = ("anatomy", "base", "convert", "fused", "layers", "linear", "load", "loader", "rows", "transformers")
+"""The files that are no architecture."""
+
+
+def native_architectures() -> list[str]:
+    """The architectures that have a file here."""
+    return sorted(info.name for info in pkgutil.iter_modules(__path__) if info.name not in SHARED)
 
 
 def native_builder(architecture: str) -> Callable[[WeightSource, WeightKind, torch.device], Model] | None:
     """`build` of the file named after the architecture; None where there is no such file."""
-    name = f"{__name__}.{architecture}"
-    if architecture in SHARED or not architecture.isidentifier() or importlib.util.find_spec(name) is None:
+    if architecture not in native_architectures():
         return None
-    builder: Callable[[WeightSource, WeightKind, torch.device], Model] = import_module(name).build
+    builder: Callable[[WeightSource, WeightKind, torch.device], Model] = import_module(f"{__name__}.{architecture}").build
     return builder
 
 

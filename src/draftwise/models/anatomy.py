@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from draftwise.models import native_architectures
+
 TRACE = "draftwise-trace"
 TRIED = ("gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "granite", "mixtral", "olmo2", "opt", "phi3", "qwen3_moe")
 """Some that the tests run, for the message that says what is possible."""
@@ -27,8 +29,8 @@ class Refused(ValueError):
 
     def __init__(self, architecture: str, why: str) -> None:
         super().__init__(
-            f"{architecture} models cannot be run: {why}; use one of llama, mistral, qwen2, qwen3, or a decoder-only model "
-            f"of transformers whose attention goes through its attention interface, such as {', '.join(TRIED)}"
+            f"{architecture} models cannot be run: {why}; use one of {', '.join(native_architectures())}, or a decoder-only "
+            f"model of transformers whose attention goes through its attention interface, such as {', '.join(TRIED)}"
         )
 
 

@@ -62,6 +62,16 @@ class Rotary:
         self.inverse = self.inverse.to(device)
         self.long = self.long.to(device) if self.long is not None else None
 
+    @property
+    def is_fixed(self) -> bool:
+        """True where a position's rotation does not depend on how far the position is."""
+        return self.kind != "dynamic" and self.long is None
+
+    def half_tables(self, positions_P: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of each angle once, float32 [P, dim / 2]."""
+        angles = positions_P[:, None].float() * self._inverse_at(positions_P)
+        return angles.cos() * self.scale, angles.sin() * self.scale
+
     def tables(self, positions_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, [N, 1, dim], for rows at these positions."""
         angles = positions_N[:, None].float() * self._inverse_at(positions_N)

@@ -238,9 +238,9 @@ class RowRules:
 
 
 class Embedding:
-    """Rows of a table, dense, quantised or packed, in the activations' dtype."""
+    """Rows of a table, dense or quantised, in the activations' dtype."""
 
-    def __init__(self, table: Tensor | Quantized | kernels.Packed, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, table: Tensor | Quantized, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.table = table.to(device, dtype) if isinstance(table, Tensor) else table
 

@@ -12,96 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import draftwise.kernels as kernels
 from draftwise.cache import KVCache
-from draftwise.checkpoint import Quantized, cache_dir
-from draftwise.models.base import WeightSource
+from draftwise.models.base import Model, WeightSource
+from draftwise.models.fused import build_fused, runs_fused
 from draftwise.models.layers import AttentionMasks, Rotary, attend, rms_norm
-from draftwise.models.linear import Compiled, Embedding, Linear, RowRules, WeightKind, make_linear, pack, stack
+from draftwise.models.linear import Embedding, Linear, WeightKind
+from draftwise.models.loader import Loader, describe
 from draftwise.types import Batch, Hidden, ModelConfig, Tap
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
-
-
-class Loader:
-    """Weights of a source turned into what layers compute with, on one device and in one kind."""
-
-    def __init__(self, source: WeightSource, kind: WeightKind, device: torch.device) -> None:
-        self.source, self.kind, self.device = source, kind, device
-        self.names = source.names()
-        self.store = packed_store(source, kind, device)
-        self.rules = RowRules()
-        self.linears: list[Linear] = []
-
-    def vector(self, name: str) -> Tensor | None:
-        """A norm's weight or a bias in the activations' dtype; None where the checkpoint has none."""
-        if name not in self.names:
-            return None
-        vector = self.source.tensor(name)
-        return (vector.dequantize() if isinstance(vector, Quantized) else vector).to(self.device, self.kind.dtype)
-
-    def norm(self, name: str) -> Tensor:
-        vector = self.vector(name)
-        if vector is None:
-            raise ValueError(f"the checkpoint has no tensor {name!r}")
-        return vector
-
-    def linear(self, name: str) -> Linear:
-        """The product of one named projection."""
-        return self.stacked(name)[0]
-
-    def stacked(self, *names: str) -> list[Linear]:
-        """One product for all the names where their kinds allow, else one each; from the store where it has them."""
-        joined = "+".join(names)
-        biases = [bias for name in names if (bias := self.vector(f"{name}.bias")) is not None]
-        bias_M = torch.cat(biases) if biases else None
-        kept = self.store.get(joined) if self.store is not None else None
-        if kept is not None:
-            return [self._settled(Compiled(kept, bias_M))]
-        apart = len(names) > 1 and self.store is not None and all(name in self.store for name in names)
-        weight = None if apart else stack([self.source.tensor(f"{name}.weight") for name in names])
-        if weight is None:
-            return [self.linear(name) for name in names]
-        linear = make_linear(weight, bias_M, self.kind, self.device)
-        if self.store is not None and isinstance(linear, Compiled):
-            self.store.put(joined, linear.packed)
-        return [self._settled(linear)]
-
-    def embedding(self, name: str) -> Embedding:
-        """The table of a name; blocks stay blocks, whatever the products' kind: a row looked up is the same."""
-        kept = self.store.get(f"{name} table") if self.store is not None else None
-        if kept is not None:
-            return Embedding(kept, self.kind.dtype, self.device)
-        table = self.source.tensor(f"{name}.weight")
-        if self.store is not None and isinstance(table, Quantized):
-            packed = pack(table, WeightKind(self.kind.dtype))
-            self.store.put(f"{name} table", packed)
-            return Embedding(packed, self.kind.dtype, self.device)
-        return Embedding(table, self.kind.dtype, self.device)
-
-    def head(self, embedding: Embedding) -> Linear:
-        """The product of the head; a tied one shares the table's memory where kinds allow."""
-        if "lm_head.weight" in self.names:
-            return self.linear("lm_head")
-        if self.kind.quantize or isinstance(embedding.table, Quantized):
-            return self.linear("model.embed_tokens")
-        if isinstance(embedding.table, Tensor):
-            return self._settled(make_linear(embedding.table, None, self.kind, self.device))
-        return self._settled(Compiled(embedding.table, None))
-
-    def _settled(self, linear: Linear) -> Linear:
-        self.rules.settle(linear, self.kind.dtype, self.device)
-        self.linears.append(linear)
-        return linear
-
-
-def packed_store(source: WeightSource, kind: WeightKind, device: torch.device) -> kernels.PackedStore | None:
-    """Where quantised matrices of a checkpoint are kept as the compiled kernels read them; None where that saves nothing."""
-    quantised = kind.quantize is not None or (kind.keep_blocks and getattr(source, "format", "") == "gguf")
-    if not quantised or not kind.runs_compiled(device) or not hasattr(source, "fingerprint"):
-        return None
-    name = f"{source.fingerprint}-{kind.quantize or 'blocks'}-{kernels.layout_key()}.bin"
-    return kernels.PackedStore(cache_dir() / "packed" / name)
 
 
 class Layer:
@@ -160,7 +79,7 @@ class LlamaModel:
         self._loader = loader
         self.row_report = loader.rules.report()
         self.weight_bytes = sum(linear.nbytes for linear in loader.linears)
-        self.weights = _describe(loader.linears, head)
+        self.weights = describe(loader.linears, head)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
@@ -204,24 +123,19 @@ class LlamaModel:
         return LlamaModel(self.config, self.embedding, chosen, self.final_norm_C, self.head, self._loader)
 
 
-def build(source: WeightSource, kind: WeightKind, device: torch.device) -> LlamaModel:
-    """Read all weights of a Llama-family checkpoint. Raises ValueError where one is missing."""
+def build(source: WeightSource, kind: WeightKind, device: torch.device) -> Model:
+    """Read all weights of a Llama-family checkpoint: for the compiled decoder where there is one, else for torch.
+
+    Raises ValueError where a weight is missing.
+    """
     config = source.config
     if config.activation not in ACTIVATIONS:
         raise ValueError(f"activation {config.activation!r} is not known; it must be one of: {', '.join(ACTIVATIONS)}")
+    if runs_fused(config, kind, device):
+        return build_fused(source, kind, device)
     load = Loader(source, kind, device)
     embedding = load.embedding("model.embed_tokens")
     layers = [Layer(config, index, load) for index in range(config.num_layers)]
     head = load.head(embedding)
-    if load.store is not None:
-        load.store.save()
+    load.save()
     return LlamaModel(config, embedding, layers, load.norm("model.norm.weight"), head, load)
-
-
-def _describe(linears: Sequence[Linear], head: Linear) -> str:
-    kinds = {linear.kind for linear in linears if linear is not head}
-    text = f"{' and '.join(sorted(kinds))}, head {head.kind}"
-    worst = max(linears, key=lambda linear: linear.rounding)
-    if worst.rounding > 1e-4:
-        text += f"; torch's kernels round the file's scales: weights differ by up to {worst.rounding:.2%}"
-    return text

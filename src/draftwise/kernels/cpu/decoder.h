@@ -1,0 +1,293 @@
+// All layers of a decoder in one call: the threads are entered once and go through the pass stage by stage.
+//
+// A layer is: norm | query, key, value heads: bias, norm, rotation, keys and values into the pool | attention |
+// output projection, added to the residual stream | norm | gate and up, activation | down, added.
+// The residual stream and all that is between products is float32.
+#pragma once
+
+#include "attention.h"
+#include "pack.h"
+
+namespace dw {
+
+struct LayerWeights {
+  const float *input_norm, *feed_norm;
+  const float *query_norm, *key_norm;  // null: none
+  const Weights *query, *key, *value, *output, *gate, *up, *down;
+  int64_t window;  // 0: none
+  int64_t index;   // place in the pool
+};
+
+struct DecoderWeights {
+  int32_t hidden, heads, kv_heads, head_dim, rotary_dim, inner, layers;
+  int32_t pool_is_bf16;
+  float norm_eps, scale;
+  const LayerWeights* layer;
+  const float* final_norm;
+  const Weights* embedding;
+};
+
+struct Pass {
+  int64_t rows, spans;
+  const int64_t *tokens, *positions, *pool_places;  // per row
+  const float *cosines, *sines;                     // [positions, rotary_dim / 2]
+  const Span* span;
+  void* pool;  // [layers, 2, kv_heads, pool_rows, head_dim]
+  int64_t pool_rows;
+  void* final;       // [rows, hidden]: bfloat16 or float, as the mode
+  float* const* taps;  // [layers + 1]: where to leave the residual stream after k layers, or null
+};
+
+template <class Mode, class T>
+class Decoder {
+ public:
+  explicit Decoder(const DecoderWeights& weights) : w_(weights) {}
+
+  void run(const Pass& pass) {
+    pass_ = &pass;
+    const int64_t n = pass.rows;
+    const int64_t heads = w_.heads, dim = w_.head_dim;
+    x_ = stream_.of<float>(n * w_.hidden + 16);
+    queries_ = query_buffer_.of<typename Mode::Pair>(n * heads * dim / 2);
+    normed_.reserve(n, w_.hidden);
+    attended_.reserve(n, int(heads * dim));
+    inner_.reserve(n, w_.inner);
+    paths_.lay_out(pass.span, int(pass.spans), n);
+
+    Attention<Mode, T> attention{};
+    attention.heads = w_.heads;
+    attention.kv_heads = w_.kv_heads;
+    attention.head_dim = w_.head_dim;
+    attention.scale = w_.scale;
+    attention.pool_rows = pass.pool_rows;
+    attention.queries = queries_;
+    attention.paths = &paths_;
+    tiles_.clear();
+    for (int64_t s = 0; s < pass.spans; ++s)
+      for (int64_t first = pass.span[s].start; first < pass.span[s].stop; first += attention.rows_per_tile())
+        tiles_.push_back({&pass.span[s], first, int(std::min<int64_t>(attention.rows_per_tile(), pass.span[s].stop - first))});
+
+    const int threads = draftwise_threads();
+    const int units = int(tiles_.size()) * w_.kv_heads;
+    most_blocks_ = 0;
+    for (const auto& tile : tiles_) most_blocks_ = std::max(most_blocks_, attention.last_block(tile));
+    // few tiles: every block of keys is an item of its own, merged in order by whoever finishes a tile's last
+    split_ = units < 4 * threads && most_blocks_ > 1;
+    if (split_) partial_ = partial_buffer_.of<float>(units * most_blocks_ * attention.state_floats());
+    finished_ = std::vector<std::atomic<int>>(split_ ? units : 0);
+
+    const int per_layer = 7;
+    Stages stages(2 + w_.layers * per_layer, threads);
+    fork(threads, [&](int thread) {
+      thread_local Worker worker;
+      int stage = 0;
+      stages.run(stage++, thread, int(n), [&](int row) { unpack_row(*w_.embedding, pass.tokens[row], x_ + row * w_.hidden); });
+      for (int l = 0; l < w_.layers; ++l) {
+        const LayerWeights& layer = w_.layer[l];
+        Attention<Mode, T> here = attention;
+        here.window = layer.window;
+        here.keys = pool(layer.index, 0);
+        here.values = pool(layer.index, 1);
+        stages.run(stage++, thread, int(n), [&](int row) {
+          if (pass.taps[l]) std::memcpy(pass.taps[l] + int64_t(row) * w_.hidden, x_ + int64_t(row) * w_.hidden, w_.hidden * 4);
+          norm(row, layer.input_norm, normed_);
+        });
+        const int all_heads = w_.heads + 2 * w_.kv_heads;
+        stages.run(stage++, thread, normed_.chunks() * all_heads,
+                   [&](int item) { project(layer, item / all_heads, item % all_heads, worker); });
+        stages.run(stage++, thread, units * (split_ ? most_blocks_ : 1), [&](int item) { attend(here, l, item, worker); });
+        const int columns = (w_.hidden + 16 * kColumns - 1) / (16 * kColumns);
+        stages.run(stage++, thread, attended_.chunks() * columns,
+                   [&](int item) { add(*layer.output, attended_, item / columns, item % columns * kColumns, worker); });
+        stages.run(stage++, thread, int(n), [&](int row) { norm(row, layer.feed_norm, normed_); });
+        const int inner_columns = (w_.inner + 16 * kColumns - 1) / (16 * kColumns);
+        stages.run(stage++, thread, normed_.chunks() * inner_columns,
+                   [&](int item) { gate(layer, item / inner_columns, item % inner_columns * kColumns, worker); });
+        stages.run(stage++, thread, inner_.chunks() * columns,
+                   [&](int item) { add(*layer.down, inner_, item / columns, item % columns * kColumns, worker); });
+      }
+      stages.run(stage++, thread, int(n), [&](int row) {
+        if (pass.taps[w_.layers]) std::memcpy(pass.taps[w_.layers] + int64_t(row) * w_.hidden, x_ + int64_t(row) * w_.hidden, w_.hidden * 4);
+        final_norm(row);
+      });
+    });
+  }
+
+ private:
+  struct Worker {  // one thread's scratch
+    Buffer totals, more, head, state;
+    typename Attention<Mode, T>::Scratch attention;
+  };
+
+  T* pool(int64_t layer, int which) const {
+    return static_cast<T*>(pass_->pool) + (layer * 2 + which) * w_.kv_heads * pass_->pool_rows * w_.head_dim;
+  }
+
+  float scale_of(const float* x, int width) const {  // 1 / root of the mean square
+    F squares[4] = {zero(), zero(), zero(), zero()};
+    for (int at = 0; at < width; at += 16) {
+      const F v = load_input(x, at, width);
+      squares[at / 16 % 4] = fma(v, v, squares[at / 16 % 4]);
+    }
+    return 1.0f / std::sqrt(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / width + w_.norm_eps);
+  }
+
+  void norm(int64_t row, const float* weight, const Activations<Mode>& to) const {
+    const float* x = x_ + row * w_.hidden;
+    const F scale = splat(scale_of(x, w_.hidden));
+    for (int at = 0; at < w_.hidden; at += 16)
+      to.put(row, at / 16, load_input(x, at, w_.hidden) * scale * load_input(weight, at, w_.hidden));
+  }
+
+  void final_norm(int64_t row) const {
+    const float* x = x_ + row * w_.hidden;
+    const float scale = scale_of(x, w_.hidden);
+    for (int i = 0; i < w_.hidden; ++i) {
+      const float value = x[i] * scale * w_.final_norm[i];
+      if constexpr (sizeof(T) == 2)
+        static_cast<uint16_t*>(pass_->final)[row * w_.hidden + i] = to_bf16(value);
+      else
+        static_cast<float*>(pass_->final)[row * w_.hidden + i] = value;
+    }
+  }
+
+  // One head of queries, keys or values for a chunk of rows.
+  void project(const LayerWeights& layer, int chunk, int item, Worker& worker) const {
+    const int which = item < w_.heads ? 0 : item < w_.heads + w_.kv_heads ? 1 : 2;
+    const int head = which == 0 ? item : which == 1 ? item - w_.heads : item - w_.heads - w_.kv_heads;
+    const Weights& weights = which == 0 ? *layer.query : which == 1 ? *layer.key : *layer.value;
+    const float* head_norm = which == 0 ? layer.query_norm : which == 1 ? layer.key_norm : nullptr;
+    const Rows<Mode>& in = normed_.chunk(chunk);
+    const int dim = w_.head_dim, tiles = dim / 16, first_tile = head * tiles;
+    F* total = worker.totals.template of<F>(int64_t(in.blocks) * in.height * kColumns);
+    float* vector = worker.head.template of<float>(int64_t(in.n) * dim);
+    for (int tile = 0; tile < tiles; tile += kColumns) {
+      TileProduct<Mode>(weights, in)(first_tile + tile, total);
+      for (int c = 0; c < kColumns && tile + c < tiles; ++c) {
+        const F bias = weights.bias ? load(weights.bias + (first_tile + tile + c) * 16) : zero();
+        for (int r = 0; r < in.n; ++r) store(vector + int64_t(r) * dim + (tile + c) * 16, total[r * kColumns + c] + bias);
+      }
+    }
+    for (int r = 0; r < in.n; ++r) {
+      float* v = vector + int64_t(r) * dim;
+      const int64_t row = int64_t(chunk) * kChunkRows + r;
+      if (head_norm) {
+        const float scale = scale_of(v, dim);
+        for (int d = 0; d < dim; ++d) v[d] = v[d] * scale * head_norm[d];
+      }
+      if (which < 2) rotate(v, pass_->positions[row]);
+      if (which == 0) {
+        typename Mode::Pair* to = queries_ + (row * w_.heads + head) * (dim / 2);
+        for (int d = 0; d < dim; d += 16) put_pairs<Mode>(to + d / 2, 1, load(v + d));
+      } else {
+        T* to = pool(layer.index, which - 1) + (head * pass_->pool_rows + pass_->pool_places[row]) * dim;
+        for (int d = 0; d < dim; d += 16)
+          if constexpr (sizeof(T) == 2)
+            store_bf16(to + d, load(v + d));
+          else
+            store(to + d, load(v + d));
+      }
+    }
+  }
+
+  void rotate(float* v, int64_t position) const {
+    const int half = w_.rotary_dim / 2;
+    const float *cosines = pass_->cosines + position * half, *sines = pass_->sines + position * half;
+    for (int i = 0; i < half; ++i) {
+      const float a = v[i], b = v[i + half];
+      v[i] = a * cosines[i] - b * sines[i];
+      v[i + half] = b * cosines[i] + a * sines[i];
+    }
+  }
+
+  void attend(const Attention<Mode, T>& attention, int layer, int item, Worker& worker) {
+    const int count = split_ ? most_blocks_ : 1, unit = item / count;
+    const auto& tile = tiles_[unit / w_.kv_heads];
+    const int kv_head = unit % w_.kv_heads;
+    const int first = attention.first_block(tile), last = attention.last_block(tile);
+    const int slots = attention.blocks(tile) * attention.height(tile);
+    float* running_memory = worker.attention.running.template of<float>(attention.state_floats());
+    const auto running = attention.state(running_memory);
+    if (!split_) {
+      const auto* queries = attention.arrange(tile, kv_head, worker.attention);
+      const auto own = attention.state(worker.state.template of<float>(attention.state_floats()));
+      attention.begin(running);
+      for (int block = first; block < last; ++block) {
+        attention.attend(tile, kv_head, block, queries, own, worker.attention);
+        attention.merge(running, own, slots);
+      }
+    } else {
+      const int block = item % count;
+      const auto part = [&](int b) { return attention.state(partial_ + (int64_t(unit) * count + b) * attention.state_floats()); };
+      if (block >= first && block < last)
+        attention.attend(tile, kv_head, block, attention.arrange(tile, kv_head, worker.attention), part(block), worker.attention);
+      if (finished_[unit].fetch_add(1, std::memory_order_acq_rel) + 1 != count * (layer + 1)) return;
+      attention.begin(running);
+      for (int b = first; b < last; ++b) attention.merge(running, part(b), slots);
+    }
+    for (int r = 0; r < tile.rows; ++r)
+      for (int g = 0; g < attention.group(); ++g) {
+        const int slot = attention.slot(tile, r, g);
+        const F whole = splat(running.total[slot]);
+        const int unit0 = (kv_head * attention.group() + g) * w_.head_dim / 16;
+        for (int d = 0; d < w_.head_dim; d += 16)
+          attended_.put(tile.first + r, unit0 + d / 16, load(running.sum + int64_t(slot) * w_.head_dim + d) / whole);
+      }
+  }
+
+  // Columns of a product, added to the residual stream.
+  void add(const Weights& weights, const Activations<Mode>& from, int chunk, int tile, Worker& worker) const {
+    const Rows<Mode>& in = from.chunk(chunk);
+    F* total = worker.totals.template of<F>(int64_t(in.blocks) * in.height * kColumns);
+    TileProduct<Mode>(weights, in)(tile, total);
+    for (int c = 0; c < kColumns && tile + c < weights.tiles(); ++c) {
+      const int column = (tile + c) * 16, count = std::min(16, weights.out - column);
+      const F bias = weights.bias ? load(weights.bias + column) : zero();
+      for (int r = 0; r < in.n; ++r) {
+        float* to = x_ + (int64_t(chunk) * kChunkRows + r) * w_.hidden + column;
+        const F value = total[r * kColumns + c] + bias;
+        if (count == 16) {
+          store(to, load(to) + value);
+        } else {
+          float v[16];
+          store(v, value);
+          for (int i = 0; i < count; ++i) to[i] += v[i];
+        }
+      }
+    }
+  }
+
+  // silu(gate) * up for some columns.
+  void gate(const LayerWeights& layer, int chunk, int tile, Worker& worker) const {
+    const Rows<Mode>& in = normed_.chunk(chunk);
+    const int64_t size = int64_t(in.blocks) * in.height * kColumns;
+    F *gates = worker.totals.template of<F>(size), *ups = worker.more.template of<F>(size);
+    TileProduct<Mode>(*layer.gate, in)(tile, gates);
+    TileProduct<Mode>(*layer.up, in)(tile, ups);
+    for (int c = 0; c < kColumns && tile + c < layer.gate->tiles(); ++c) {
+      const F gate_bias = layer.gate->bias ? load(layer.gate->bias + (tile + c) * 16) : zero();
+      const F up_bias = layer.up->bias ? load(layer.up->bias + (tile + c) * 16) : zero();
+      for (int r = 0; r < in.n; ++r) {
+        const F g = gates[r * kColumns + c] + gate_bias, u = ups[r * kColumns + c] + up_bias;
+        // the sigmoid's exponent stays where exp() is defined
+        const F sigmoid = splat(1.0f) / (splat(1.0f) + exp(min(zero() - g, splat(87.0f))));
+        inner_.put(int64_t(chunk) * kChunkRows + r, tile + c, g * sigmoid * u);
+      }
+    }
+  }
+
+  const DecoderWeights w_;
+  const Pass* pass_ = nullptr;
+  Buffer stream_, query_buffer_, partial_buffer_;
+  float* x_ = nullptr;
+  float* partial_ = nullptr;
+  typename Mode::Pair* queries_ = nullptr;
+  Activations<Mode> normed_, attended_, inner_;
+  Paths paths_;
+  std::vector<typename Attention<Mode, T>::Tile> tiles_;
+  std::vector<std::atomic<int>> finished_;
+  int most_blocks_ = 0;
+  bool split_ = false;
+};
+
+}  // namespace dw

@@ -1,0 +1,227 @@
+"""All layers of a Llama-like decoder as one call of the compiled kernels.
+
+Knows the C structs, batches and the cache's pool; knows nothing of checkpoints. Legend: N rows, C hidden width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwise.cache import KVCache
+from draftwise.kernels.packed import Packed
+from draftwise.types import Batch, Hidden, ModelConfig, Tap
+
+Tables = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""From int64 positions [P] to the rotation's cosines and sines, float32 [P, rotary_dim / 2]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLayer:
+    """One layer's weights. Norms are float32; `index` is the layer's place in the cache."""
+
+    index: int
+    input_norm_C: Tensor
+    query: Packed
+    key: Packed
+    value: Packed
+    query_norm_D: Tensor | None = None
+    key_norm_D: Tensor | None = None
+    output: Packed
+    feed_norm_C: Tensor
+    gate: Packed
+    up: Packed
+    down: Packed
+    window: int | None = None
+
+
+def unsupported(config: ModelConfig) -> str | None:
+    """Why the fused decoder cannot run this shape, for people; None where it can."""
+    if config.activation != "silu":
+        return f"activation {config.activation!r} (only silu)"
+    if config.head_dim % 16:
+        return f"heads of {config.head_dim} channels (only multiples of 16)"
+    if config.num_heads % config.num_kv_heads:
+        return f"{config.num_heads} query heads over {config.num_kv_heads} key heads"
+    return None
+
+
+class Decoder:
+    """Layers, final norm and embedding of a decoder, run on packed batches over a staged cache.
+
+    dtype bfloat16: products of bfloat16 pairs and a bfloat16 cache; float32: all of it in float32. The residual stream is
+    float32 in both. A row's result depends on its own tokens alone, bit for bit: not on the other rows of the pass, nor
+    on whether it is fed alone, in a prompt or as a node of a tree. `layers` may be any subset; taps count those run.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        embedding: Packed,
+        layers: Sequence[PackedLayer],
+        final_norm_C: Tensor,
+        tables: Tables,
+        dtype: torch.dtype,
+        scale: float | None = None,
+    ) -> None:
+        reason = unsupported(config)
+        if reason is not None:
+            raise ValueError(f"the fused decoder does not run {reason}")
+        assert dtype in (torch.float32, torch.bfloat16)
+        lib = embedding.lib
+        self._lib, self._config, self._tables, self.dtype = lib, config, tables, dtype
+        self._places = [layer.index for layer in layers]
+        self._owned: list[object] = [embedding, *layers]  # what the C structs point into
+        self._cosines, self._sines = tables(torch.arange(1))
+        structs = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
+        final_norm = self._floats(final_norm_C)
+        weights = _Weights(
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            rotary_dim=2 * self._cosines.shape[-1],
+            inner=config.intermediate_size,
+            layers=len(layers),
+            pool_is_bf16=dtype == torch.bfloat16,
+            norm_eps=config.norm_eps,
+            scale=scale if scale is not None else config.head_dim**-0.5,
+            layer=ctypes.cast(structs, ctypes.c_void_p),
+            final_norm=final_norm,
+            embedding=ctypes.addressof(embedding.struct),
+        )
+        self._owned += [structs]
+        lib.draftwise_decoder.restype = ctypes.c_void_p
+        self._handle = ctypes.c_void_p(lib.draftwise_decoder(ctypes.byref(weights)))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self._lib.draftwise_decoder_free(self._handle)
+
+    def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
+        """Run the packed rows, staging their keys and values. Final rows in `dtype`, taps in float32."""
+        pool, rows, width = cache.pool, len(batch), self._config.hidden_size
+        assert pool.dtype == self.dtype and pool.is_contiguous() and pool.device.type == "cpu"
+        self._reach(max(span.committed + span.staged for span in batch.spans))
+        final = torch.empty(rows, width, dtype=self.dtype)
+        wanted = set(taps)
+        tapped: dict[Tap, Tensor] = {k: torch.empty(rows, width) for k in wanted if isinstance(k, int)}
+        outputs = (ctypes.c_void_p * (len(self._places) + 1))()
+        for step, place in enumerate([*self._places, self._config.num_layers]):
+            if place in tapped:
+                outputs[step] = tapped[place].data_ptr()
+        spans, kept = _spans(batch, cache)
+        self._lib.draftwise_decoder_run(
+            self._handle,
+            ctypes.byref(
+                _Pass(
+                    rows=rows,
+                    spans=len(batch.spans),
+                    tokens=batch.tokens_N.data_ptr(),
+                    positions=batch.positions_N.data_ptr(),
+                    pool_places=batch.rows_N.data_ptr(),
+                    cosines=self._cosines.data_ptr(),
+                    sines=self._sines.data_ptr(),
+                    span=ctypes.addressof(spans),
+                    pool=pool.data_ptr(),
+                    pool_rows=pool.shape[3],
+                    final=final.data_ptr(),
+                    taps=ctypes.addressof(outputs),
+                )
+            ),
+        )
+        del kept
+        if "final_norm" in wanted:
+            tapped["final_norm"] = final
+        return Hidden(final, tapped)
+
+    def _reach(self, length: int) -> None:
+        """Grow the rotation's tables to cover positions below `length`."""
+        known = self._cosines.shape[0]
+        if length > known:
+            cosines, sines = self._tables(torch.arange(max(length, 2 * known, 512)))
+            self._cosines, self._sines = cosines.contiguous(), sines.contiguous()
+
+    def _floats(self, vector: Tensor) -> int:
+        owned = vector.float().contiguous()
+        self._owned.append(owned)
+        return owned.data_ptr()
+
+    def _layer(self, layer: PackedLayer) -> _Layer:
+        def norm(vector: Tensor | None) -> int | None:
+            return None if vector is None else self._floats(vector)
+
+        return _Layer(
+            input_norm=norm(layer.input_norm_C),
+            feed_norm=norm(layer.feed_norm_C),
+            query_norm=norm(layer.query_norm_D),
+            key_norm=norm(layer.key_norm_D),
+            query=ctypes.addressof(layer.query.struct),
+            key=ctypes.addressof(layer.key.struct),
+            value=ctypes.addressof(layer.value.struct),
+            output=ctypes.addressof(layer.output.struct),
+            gate=ctypes.addressof(layer.gate.struct),
+            up=ctypes.addressof(layer.up.struct),
+            down=ctypes.addressof(layer.down.struct),
+            window=layer.window or 0,
+            index=layer.index,
+        )
+
+
+def _spans(batch: Batch, cache: KVCache) -> tuple[ctypes.Array[_Span], list[object]]:
+    """The spans as C structs, and what they point into."""
+    kept: list[object] = []
+    structs = (_Span * len(batch.spans))()
+    for struct, span, tree in zip(structs, batch.spans, batch.trees, strict=True):
+        table = cache.block_table(span.slot)
+        pages = (ctypes.c_int64 * len(table))(*table)
+        struct.start, struct.stop, struct.committed, struct.staged = span.start, span.stop, span.committed, span.staged
+        struct.pages = ctypes.addressof(pages)
+        kept.append(pages)
+        if tree is not None:
+            visible, positions = tree.visible.contiguous(), tree.positions.contiguous()
+            struct.visible, struct.positions = visible.data_ptr(), positions.data_ptr()
+            kept += [visible, positions]
+    return structs, kept
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("input_norm", "feed_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "gate", "up", "down")),
+        ("window", ctypes.c_int64),
+        ("index", ctypes.c_int64),
+    ]
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim", "rotary_dim", "inner", "layers")),
+        ("pool_is_bf16", ctypes.c_int32),
+        ("norm_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("layer", "final_norm", "embedding")),
+    ]
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("start", "stop", "committed", "staged")),
+        *((name, ctypes.c_void_p) for name in ("pages", "visible", "positions")),
+    ]
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = [
+        ("rows", ctypes.c_int64),
+        ("spans", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "pool_places", "cosines", "sines", "span", "pool")),
+        ("pool_rows", ctypes.c_int64),
+        ("final", ctypes.c_void_p),
+        ("taps", ctypes.c_void_p),
+    ]
