@@ -11,7 +11,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
-SHARED = ("base",)
+SHARED = ("base", "guesses", "shapes", "trees", "vocabularies")
 
 
 class OptionInfo(NamedTuple):
