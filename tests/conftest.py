@@ -15,6 +15,10 @@ LAB_MODELS = {  # repository on the hub, file
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import torch
+
+    # tiny models gain nothing from a second thread, and on a busy machine threads that wait for each other crawl
+    torch.set_num_threads(1)
     config.addinivalue_line("markers", "lab: needs the large lab models or much time; run by `make test-lab`")
 
 
