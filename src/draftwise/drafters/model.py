@@ -171,7 +171,8 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Model
     difference = target.tokenizer.mismatch(load_tokenizer(checkpoint), upto=target.vocab)
     if difference:
         raise ValueError(
-            f"the draft {source.path} has another vocabulary than the target: {difference}; use a draft of its family"
+            f"the draft {source.path} has another vocabulary than the target: {difference}; "
+            f"use a draft of its family, or --drafter cross:{source.path}"
         )
     context = min(target.context, checkpoint.config.max_positions)
     model = read_model(
