@@ -27,7 +27,8 @@ from draftwise.drafters.ngram import NgramDrafter
 from draftwise.drafters.none import NoDrafter
 from draftwise.engine.cost import measure
 from draftwise.engine.engine import Engine
-from draftwise.engine.governor import CostTable, Governor
+from draftwise.engine.governor import Governor
+from draftwise.engine.passes import CostTable
 from draftwise.models.linear import WeightKind
 from draftwise.models.llama import LlamaModel, build
 from draftwise.types import ModelConfig, Request, SamplingParams
@@ -128,7 +129,7 @@ def run(
     engine = Engine(
         model,
         model.new_cache(8192),
-        drafter,
+        [drafter],
         name="check",
         vocab=model.config.vocab_size,
         context=2048,

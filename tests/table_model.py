@@ -5,7 +5,7 @@ Any mistake in staging, masks, positions or commits changes the tokens, and a ru
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,8 @@ from draftwise.cache import KVCache
 from draftwise.drafters import find_drafter, parse_options
 from draftwise.drafters.base import Drafter, Target
 from draftwise.engine.engine import Engine
-from draftwise.engine.governor import FLAT, CostTable, Governor
+from draftwise.engine.governor import Governor
+from draftwise.engine.passes import FLAT, CostTable
 from draftwise.types import Batch, Hidden, ModelConfig, Tap
 
 
@@ -102,7 +103,7 @@ class Letters:
 
 def engine(
     model: TableModel,
-    drafter: Drafter,
+    drafters: Drafter | Sequence[Drafter],
     *,
     context: int = 512,
     capacity: int = 4096,
@@ -110,12 +111,13 @@ def engine(
     end_tokens: Sequence[int] = (),
     cost: CostTable = FLAT,
     vocab: int | None = None,
+    clock: Callable[[], float] = lambda: 0.0,
 ) -> Engine:
-    """An engine over a table model."""
+    """An engine over a table model. Its clock stands still unless given, so that nothing depends on the machine."""
     return Engine(
         model,
         model.new_cache(capacity),
-        drafter,
+        [drafters] if isinstance(drafters, Drafter) else drafters,
         name="test",
         vocab=vocab or model.config.vocab_size,
         context=context,
@@ -123,6 +125,7 @@ def engine(
         decoder=lambda continues: Letters(),
         governor=Governor(cost),
         max_batch=max_batch,
+        clock=clock,
     )
 
 

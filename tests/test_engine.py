@@ -11,7 +11,8 @@ from adversaries import Oracle, RandomTree, Sampled
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.ngram import NgramDrafter
 from draftwise.drafters.none import NoDrafter
-from draftwise.engine.governor import CostTable
+from draftwise.drafters.trees import Trees
+from draftwise.engine.passes import CostTable
 from draftwise.types import Request, SamplingParams
 from table_model import TableModel, built, engine
 
@@ -50,8 +51,8 @@ def run(drafter, prompts, *, model=None, verify="match", draft_tokens=None, max_
     return results
 
 
-def draft_model(**options):
-    return ModelDrafter(TableModel(VOCAB, skew=1.0), vocab=VOCAB, context=512, max_batch=8, **options)
+def draft_model(**trees):
+    return ModelDrafter(TableModel(VOCAB, skew=1.0), vocab=VOCAB, context=512, max_batch=8, trees=Trees(**trees))
 
 
 DRAFTERS = {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from draftwise.cache import KVCache
 from draftwise.drafters.model import ModelDrafter
+from draftwise.drafters.trees import Trees
 from draftwise.engine.step import decide, target_rows
 from draftwise.sampling import History, distribution
 from draftwise.sequence import Sequence
@@ -90,7 +91,8 @@ def test_a_draft_model_and_the_rules_together_have_the_law_of_the_target(verify:
             temperature=0.8, top_p=0.9, repetition_penalty=1.4, frequency_penalty=0.5, seed=seed, max_tokens=9
         )
         seq = sequence(params, verify=verify)
-        drafter = ModelDrafter(TableModel(OTHER), vocab=3, context=64, max_batch=1, max_tokens=2, min_confidence=0.4)
+        trees = Trees(max_tokens=2, min_confidence=0.4)
+        drafter = ModelDrafter(TableModel(OTHER), vocab=3, context=64, max_batch=1, trees=trees)
         while len(seq.output) < 3:
             (draft,) = drafter.propose([seq], [Limit(2, 2)])
             drafted += len(draft)
@@ -104,6 +106,6 @@ def test_a_draft_model_and_the_rules_together_have_the_law_of_the_target(verify:
 
 def test_a_token_of_little_confidence_ends_the_draft_and_stays_in_it() -> None:
     for verify in ("match", "rejection", "block"):
-        drafter = ModelDrafter(TableModel(OTHER), vocab=3, context=64, max_batch=1, min_confidence=1.0)
+        drafter = ModelDrafter(TableModel(OTHER), vocab=3, context=64, max_batch=1, trees=Trees(min_confidence=1.0))
         seq = sequence(SamplingParams(temperature=1, seed=3), verify=verify)
         assert [len(draft) for draft in drafter.propose([seq], [Limit(4, 4)])] == [1]

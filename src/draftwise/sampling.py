@@ -112,6 +112,16 @@ def _nothing_left(top: float, params: SamplingParams) -> str:
     return f"no token can follow: {', '.join(active) or 'the logits'} forbid all of them; loosen what forbids too much"
 
 
+def likeliest(weights_V: Tensor, count: int) -> list[int]:
+    """The `count` tokens of the largest weights above 0, largest first; among equal ones the lowest ids."""
+    values, ids = weights_V.topk(min(count + 1, len(weights_V)))
+    if len(values) > count and values[count - 1] == values[count]:  # a tie at the edge: topk takes any of them
+        ids = _largest(weights_V, count)
+        values = weights_V[ids]
+    rows = sorted(zip((-values).tolist(), ids.tolist(), strict=True))
+    return [token for value, token in rows[:count] if value < 0]
+
+
 def _argmax(values_V: Tensor) -> int:
     """The lowest id of the largest value, or of a NaN."""
     on_cpu = values_V.device.type == "cpu"  # where numpy is ten times as fast as torch
@@ -174,6 +184,10 @@ class Noise:
         """The `count` likeliest to be `target`'s token at that depth, as q_V sees it: for drafts that share its noise."""
         return _first_arrivals(q_V, _key(self.seed, Purpose.TARGET, self.root + depth), count)
 
+    def match_arrivals(self, q_V: Tensor, depth: int, count: int) -> list[tuple[float, int]]:
+        """The tokens of `match_top` after the times of their arrival: the clearer the first one leads, the safer it is."""
+        return _arrivals(q_V, _key(self.seed, Purpose.TARGET, self.root + depth), count)
+
     def accept(self, probability: float, depth: int, candidate: int) -> bool:
         """True with `probability` (1 and more: always; 0 or NaN: never), by a number of [0, 1) of this candidate's own."""
         return self._uniform(depth, candidate) < probability
@@ -211,7 +225,12 @@ def token_logprobs(logits_V: Tensor, token: int, top: int) -> TokenLogprob:
 
 
 def _first_arrivals(weights_V: Tensor, key: int, count: int) -> list[int]:
-    """The `count` tokens of positive weight that arrive first, in order, when token v arrives at rate weights_V[v].
+    """The `count` tokens of positive weight that arrive first, in order, when token v arrives at rate weights_V[v]."""
+    return [token for _, token in _arrivals(weights_V, key, count)]
+
+
+def _arrivals(weights_V: Tensor, key: int, count: int) -> list[tuple[float, int]]:
+    """Times and tokens of the first `count` arrivals, in order.
 
     The first is a draw from the weights, and all together are draws without replacement: arrival E / p with E = -log(u)
     orders tokens as log p + Gumbel noise does. Logarithms cost most, so only what may be among the first gets one:
@@ -221,7 +240,7 @@ def _first_arrivals(weights_V: Tensor, key: int, count: int) -> list[int]:
     count = min(count, len(ids))
     assert count > 0, "a draw from weights that are all zero"
     if len(ids) == 1:
-        return [int(ids)]
+        return [(0.0, int(ids))]
     weights = weights_V[ids].double()
     w = _shifted(_hashes(key, ids), 12).double().add_(0.5).mul_(2.0**-52)
     bounds = w / weights
@@ -232,7 +251,7 @@ def _first_arrivals(weights_V: Tensor, key: int, count: int) -> list[int]:
 
     early = bounds.topk(count, largest=False).indices if count > 1 else bounds.argmin().reshape(1)
     latest = arrivals(early)[-1][0]
-    return [token for _, token in arrivals((bounds <= latest * (1 + 1e-12)).nonzero().flatten())[:count]]
+    return arrivals((bounds <= latest * (1 + 1e-12)).nonzero().flatten())[:count]
 
 
 _WORD = 2**64 - 1

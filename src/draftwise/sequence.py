@@ -6,11 +6,13 @@ Only `Sequence.extend` grows tokens, and it alone decides the end: end and stop 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
+from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor
 
 from draftwise.sampling import History, Noise, choice_seed, distribution
-from draftwise.types import Decoder, Piece, Request, Stats, TokenLogprob
+from draftwise.types import Decoder, Piece, Request, SamplingParams, Stats, TokenLogprob
 
 
 class Sequence:
@@ -64,8 +66,19 @@ class Sequence:
 
     def distribution(self, logits_V: Tensor, path: Seq[int] = ()) -> Tensor:
         """The warped distribution after the tokens so far and `path`, from a model's logits there: target's or draft's."""
-        history = History(self.request.prompt, self.output + list(path)) if self.params.looks_back else History()
-        return distribution(logits_V, self.params, history, end_tokens=() if self.params.ignore_eos else self.end_tokens)
+        return self._warped(logits_V, self.params, path)
+
+    def ranking(self, logits_V: Tensor, path: Seq[int] = ()) -> Tensor:
+        """What a greedy request takes the largest of, as probabilities: for drafters that want a second choice too."""
+        return self._warped(logits_V, self._untruncated, path)
+
+    def _warped(self, logits_V: Tensor, params: SamplingParams, path: Seq[int]) -> Tensor:
+        history = History(self.request.prompt, self.output + list(path)) if params.looks_back else History()
+        return distribution(logits_V, params, history, end_tokens=() if params.ignore_eos else self.end_tokens)
+
+    @cached_property
+    def _untruncated(self) -> SamplingParams:
+        return replace(self.params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def extend(self, tokens: Seq[int], *, drafted: int = 0) -> tuple[int, tuple[Piece, ...]]:
         """Append tokens up to the request's end; the first `drafted` of them were drafted and accepted.

@@ -138,10 +138,16 @@ class Drawn(Enum):
 
 
 class Limit(NamedTuple):
-    """The most a draft may hold: `nodes` by cost and room, `depth` by the tokens the request may still emit, less one."""
+    """The most a draft may hold: `nodes` by cost and room, `depth` by the tokens the request may still emit, less one.
+
+    The prices are in expected tokens: what a node's row costs, and what drafting one level more does. Whoever can estimate
+    what a node or a level brings leaves out what brings less; they are 0 where as much as possible is wanted.
+    """
 
     nodes: int
     depth: int
+    node_price: float = 0.0
+    level_price: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -206,20 +212,37 @@ class Draft:
             node = self.parents[node]
         return path[::-1]
 
+    def follow(self, text: Seq[int]) -> list[int]:
+        """The nodes of the longest path that spells the beginning of `text`, root first."""
+        spelt = {-1: 0}  # tokens of `text` that the path down to a node spells
+        deepest = -1
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            depth = spelt.get(parent)
+            if depth is not None and depth < len(text) and token == text[depth]:
+                spelt[node] = depth + 1
+                if spelt[node] > spelt[deepest]:
+                    deepest = node
+        return self.path(deepest)
+
     def within(self, limit: Limit) -> Draft:
         """The same draft without the nodes past `limit`; looks at positions only, never at a token's value."""
-        depths = self.depths()
-        keep = [node for node in range(len(self)) if depths[node] <= limit.depth][: max(limit.nodes, 0)]
-        if len(keep) == len(self):
+        if len(self) <= min(limit.nodes, limit.depth):
             return self
-        place = {-1: -1} | {node: i for i, node in enumerate(keep)}
+        depths = self.depths()
+        return self.only([node for node in range(len(self)) if depths[node] <= limit.depth][: max(limit.nodes, 0)])
+
+    def only(self, nodes: Seq[int]) -> Draft:
+        """The draft of `nodes` alone, which ascend and hold the parents of each."""
+        if len(nodes) == len(self):
+            return self
+        place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
         return replace(
             self,
-            tokens=tuple(self.tokens[n] for n in keep),
-            parents=tuple(place[self.parents[n]] for n in keep),
-            drawn=tuple(self.drawn[n] for n in keep),
-            q_row=tuple(self.q_row[n] for n in keep) if self.q_row else (),
-            survival=tuple(self.survival[n] for n in keep) if self.survival is not None else None,
+            tokens=tuple(self.tokens[n] for n in nodes),
+            parents=tuple(place[self.parents[n]] for n in nodes),
+            drawn=tuple(self.drawn[n] for n in nodes),
+            q_row=tuple(self.q_row[n] for n in nodes) if self.q_row else (),
+            survival=tuple(self.survival[n] for n in nodes) if self.survival is not None else None,
         )
 
 

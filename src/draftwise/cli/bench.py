@@ -14,12 +14,13 @@ from draftwise.cli import options
 @click.command(
     epilog=options.examples(
         "draftwise bench --drafters ngram --limit 6 --max-tokens 64",
-        "draftwise bench --model big.gguf --drafters ngram,model:small.gguf --temperature 1 --repeat 3",
+        "draftwise bench --model big.gguf --drafters ngram,model:small.gguf,ngram+model:small.gguf --temperature 1",
         "draftwise bench --prompts questions.jsonl --batch 4 --json > bench.json",
         "draftwise bench --cost --cost-context 2048",
     )
 )
-@click.option("--drafters", default="ngram", show_default=True, metavar="A,B,…", help="Drafters to compare, NAME[:PATH] each.")
+@click.option("--drafters", default="ngram", show_default=True, metavar="A,B,…",
+              help="Drafters to compare, NAME[:PATH] each; + joins those that draft together.")
 @options.prompts_options
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="How often to go over the prompts.")
 @click.option("--cost", is_flag=True, help="Measure passes of 1, 2, 4, 8, 16 and 32 rows instead.")
@@ -127,21 +128,28 @@ def _cost(flags: dict[str, Any], context: int, as_json: bool) -> None:
 
 def _settings(drafters: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, dict[str, str]]]:
     """The drafters, each with those of the options that it has; an option that none has is an error."""
-    from draftwise.drafters import drafter_options
+    from draftwise.drafters import drafter_labels, drafter_options
 
-    names = [name for name in drafters.split(",") if name]
-    pairs = [(key.replace("-", "_"), value) for key, value in pairs]
+    names = [name.replace("+", ",") for name in drafters.split(",") if name]
     if not names:
         raise ValueError("no drafter given; name one or more, as in --drafters ngram,suffix")
-    chosen, used = [], set()
+    chosen, known, used = [], set(), set()
     for name in names:
-        has = {option for option, *_ in drafter_options(name.partition(":")[0])}
-        chosen.append((name, options.drafter_options(name, [(key, value) for key, value in pairs if key in has])))
-        used |= has
+        has = {(label, option) for label, drafter in drafter_labels(name).items() for option, *_ in drafter_options(drafter)}
+        has |= {("", option) for _, option in has}
+        mine = [(key, value) for key, value in pairs if _label_and_option(key) in has]
+        chosen.append((name, options.drafter_options(name, mine)))
+        known |= {option for _, option in has}
+        used |= {key for key, _ in mine}
     for key, _ in pairs:
         if key not in used:
-            raise ValueError(f"unknown option {key!r} for {drafters}; they have: {', '.join(sorted(used)) or 'none'}")
+            raise ValueError(f"unknown option {key!r} for {drafters}; they have: {', '.join(sorted(known)) or 'none'}")
     return chosen
+
+
+def _label_and_option(key: str) -> tuple[str, str]:
+    label, _, option = key.rpartition(".")
+    return label, option.replace("-", "_")
 
 
 def _said(llm: Any, token: int | None) -> str:

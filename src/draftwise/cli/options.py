@@ -50,14 +50,15 @@ def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 drafter_option = click.option(
-    "--drafter", default="ngram", show_default=True, metavar="NAME[:PATH]",
-    help="How to draft; none for plain decoding, model:PATH for a smaller model.",
+    "--drafter", default="ngram", show_default=True, metavar="NAME[:PATH],…",
+    help="How to draft: none for plain decoding, model:PATH for a smaller model; several draft together.",
 )
 
 model_options = _stacked(
     click.option("--model", default="smollm2", show_default=True, metavar="MODEL",
                  help="A folder, a hub id, a .gguf file or an alias."),
-    click.option("-o", "options", type=pair, metavar="KEY=VALUE", multiple=True, help="An option of the drafter; repeatable."),
+    click.option("-o", "options", type=pair, metavar="KEY=VALUE", multiple=True,
+                 help="An option of the drafter, NAME.KEY=VALUE where several have it; repeatable."),
     click.option("--draft-tokens", type=draft_tokens, metavar="N|auto", default="auto", show_default=True,
                  help="Most tokens to draft a step; auto drafts what pays, 0 nothing."),
     click.option("--verify", type=click.Choice(["match", "rejection", "block"]), default="match", show_default=True,
@@ -127,12 +128,11 @@ def bad_words(flags: Flags, llm: LLM) -> dict[str, Any]:
 
 
 def drafter_options(drafter: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The options of a drafter, checked. Raises ValueError, naming the choices, if it or one of them does not exist."""
-    from draftwise.drafters import parse_options
+    """The options of one or several drafters, checked. Raises ValueError, naming the choices, if one does not exist."""
+    from draftwise.drafters import parse_drafters
 
-    options = {key.replace("-", "_"): value for key, value in pairs}
-    parse_options(drafter.partition(":")[0], options)
-    return options
+    parse_drafters(drafter, dict(pairs))
+    return dict(pairs)
 
 
 def load(flags: Flags, *, drafter: str, options: Mapping[str, str], batch: int = 1) -> LLM:

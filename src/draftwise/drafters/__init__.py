@@ -71,6 +71,49 @@ def parse_options(name: str, given: Mapping[str, Any]) -> Any:
     return module.Options(**values)
 
 
+def drafter_labels(text: str) -> dict[str, str]:
+    """The drafters of NAME[:PATH],… in order: their names by label, which is the name, numbered from 1 where it comes twice."""
+    names = [part.strip().partition(":")[0] for part in text.split(",")]
+    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    return {f"{name}{count}" if names.count(name) > 1 else name: name for name, count in zip(names, counts, strict=True)}
+
+
+class Chosen(NamedTuple):
+    """One of the drafters that a user named, ready to be built."""
+
+    name: str
+    path: str | None
+    options: Any
+
+
+def parse_drafters(text: str, given: Mapping[str, Any]) -> list[Chosen]:
+    """The drafters of NAME[:PATH],… with their options as typed by a user.
+
+    KEY goes to the one drafter that has it, LABEL.KEY to the one of that label. Raises ValueError naming the choices.
+    """
+    labels = drafter_labels(text)
+    own: dict[str, dict[str, Any]] = {label: {} for label in labels}
+    has = {label: [option.name for option in drafter_options(name)] for label, name in labels.items()}
+    for key, value in given.items():
+        label, _, option = key.rpartition(".")
+        option = option.replace("-", "_")
+        if label and label not in own:
+            raise ValueError(f"option {key!r} names no drafter here; there are: {', '.join(labels)}")
+        owners = [label] if label else [label for label in labels if option in has[label]]
+        if len(owners) > 1:
+            choices = ", ".join(f"{label}.{option}" for label in owners)
+            raise ValueError(f"option {option!r} is one of several drafters; say which: {choices}")
+        if not owners and len(labels) > 1:
+            choices = ", ".join(f"{label}.{option}" for label in labels for option in has[label])
+            raise ValueError(f"unknown option {option!r} for {', '.join(labels)}; they have: {choices or 'none'}")
+        own[owners[0] if owners else next(iter(labels))][option] = value
+    paths = [part.strip().partition(":")[2] or None for part in text.split(",")]
+    return [
+        Chosen(name, path, parse_options(name, own[label]))
+        for (label, name), path in zip(labels.items(), paths, strict=True)
+    ]
+
+
 def _convert(drafter: str, key: str, hint: Any, value: Any) -> Any:
     members = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if not isinstance(value, str):

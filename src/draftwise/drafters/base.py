@@ -55,20 +55,31 @@ class Drafter:
     """True when proposing costs no model pass; the governor then sees the draft before it decides on its size."""
     max_depth = 16
     """Deeper drafts are never asked for."""
+    place = 0
+    """Among the engine's drafters, which sets it. Keys what is drawn from q: `Noise.draft(..., drafter=self.place)`."""
 
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
         """One draft a sequence, within its limit; nodes 0 is legal and gives an empty draft.
 
-        Feeds what it has not consumed of `seq.tokens`. `seq.request.verify` says which draws can be verified.
+        Feeds what it has not consumed of `seq.tokens`. `seq.request.verify` says which draws can be verified. A draft with
+        `survival` may lose its least likely nodes, except those drawn from q; one without is verified whole or not at all.
         """
         raise NotImplementedError
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
-        """Told after every target pass of the sequence, prompt chunks and plain passes too; seq already holds the tokens."""
+        """Told after every target pass of the sequence, prompt chunks and plain passes too; seq already holds the tokens.
+
+        `outcome.draft` is what was verified: trimmed, and merged with other drafters' drafts. `outcome.emitted` tells what
+        became of your own, verified or not: see Draft.follow.
+        """
 
     def forget(self, seq: Sequence) -> None:
         """The sequence ended: drop what is kept of it."""
 
     def seconds_per_depth(self, batch: int) -> float:
         """Estimated time to draft one level deeper for `batch` sequences; 0 where drafting is free."""
+        return 0.0
+
+    def seconds_to_catch_up(self, seq: Sequence) -> float:
+        """Estimated time to read what the drafter has not read of the sequence, beyond the tokens of the last step."""
         return 0.0

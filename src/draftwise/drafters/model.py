@@ -1,6 +1,7 @@
-"""A second, smaller model drafts a chain: classic speculative decoding.
+"""A second, smaller model drafts a chain or a tree: classic speculative decoding.
 
-Source: Leviathan et al. 2023; Chen et al. 2023. Under `match` it shares the verifier's noise (Daliri et al. 2024).
+Source: Leviathan et al. 2023; Chen et al. 2023. Under `match` it shares the verifier's noise (Daliri et al. 2024). Trees:
+Miao et al. 2023 (fixed widths), Chen et al. 2024 (Sequoia), Li et al. 2024 (EAGLE-2).
 """
 
 from __future__ import annotations
@@ -13,40 +14,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwise.cache import PAGE
 from draftwise.checkpoint import open_checkpoint
+from draftwise.drafters.averages import Pace, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
+from draftwise.drafters.growth import Tree, grow
+from draftwise.drafters.trees import CHAIN, Trees
 from draftwise.models.base import Model
 from draftwise.models.load import read_model
 from draftwise.sequence import Sequence
 from draftwise.tokenizer import load_tokenizer
-from draftwise.types import NO_DRAFT, Draft, Drawn, Feed, Limit, Outcome
+from draftwise.types import NO_DRAFT, Draft, Feed, Limit, Outcome
 
 CHUNK = 512  # rows a pass of the draft takes while it catches up
+FEW = 8  # unread tokens that a step leaves behind at most; reading more is catching up
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(Trees):
     """Options of the draft model."""
-
-    max_tokens: int = field(default=8, metadata={"help": "most tokens to draft in a step"})
-    min_confidence: float = field(
-        default=0.0, metadata={"help": "end the chain after a token the draft thought less likely than this (0: never)"}
-    )
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ValueError(f"model's max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0 <= self.min_confidence <= 1:
-            raise ValueError(f"model's min_confidence is {self.min_confidence}; it must lie between 0 and 1")
 
 
 @dataclass(slots=True)
-class _Chain:
-    """What is drafted for one sequence in this step."""
+class _State:
+    """What the drafter keeps of one sequence."""
 
-    tokens: list[int]
-    q: list[Tensor]
-    depth: int  # tokens wanted
+    slot: int
+    odds: Rates
+    last: Tensor | None = None  # hidden row of the last committed token read
+    tree: Tree | None = None  # of this step
+    read: dict[int, int] = field(default_factory=dict)  # staged row by node, of the nodes that were read
 
 
 class ModelDrafter(Drafter):
@@ -56,111 +53,104 @@ class ModelDrafter(Drafter):
     pause close themselves. Past its own context it falls silent and the target goes on alone.
     """
 
-    def __init__(
-        self, model: Model, *, vocab: int, context: int, max_batch: int, max_tokens: int = 8, min_confidence: float = 0.0
-    ) -> None:
-        self.model, self.vocab, self.context, self.max_depth = model, vocab, context, max_tokens
-        self.min_confidence = min_confidence
-        self.cache = model.new_cache(max_batch * (context + max_tokens))
-        self._slots: dict[int, int] = {}
-        self._drafted: dict[int, list[int]] = {}  # tokens behind the staged rows
-        self._last: dict[int, Tensor] = {}  # hidden row of the last committed token read
-        self._pass_seconds = 0.0
+    def __init__(self, model: Model, *, vocab: int, context: int, max_batch: int, trees: Trees = CHAIN) -> None:
+        self.model, self.vocab, self.context, self.trees = model, vocab, context, trees
+        self.max_depth = trees.depth
+        self.cache = model.new_cache(max_batch * (context + trees.most_read + PAGE))
+        self._states: dict[int, _State] = {}
+        self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
+        self._level, self._row = Pace(), Pace()
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
-        chains: dict[int, _Chain] = {}
+        started = time.perf_counter()
+        drafting: list[Sequence] = []
+        trees: list[Tree] = []
         for seq, limit in zip(seqs, limits, strict=True):
-            depth = min(limit.nodes, limit.depth, self.max_depth, self.context - len(seq.tokens))
+            state = self._state(seq)
+            state.tree = None
+            depth = min(limit.depth, limit.nodes, self.context - len(seq.tokens))
             if depth > 0:
-                chains[seq.id] = _Chain([], [], depth)
-        drafting = [seq for seq in seqs if seq.id in chains]
+                state.tree = self.trees.start(seq, limit._replace(depth=depth), state.odds, drafter=self.place)
+                drafting.append(seq)
+                trees.append(state.tree)
         if drafting:
-            self._extend(drafting, chains, self._catch_up(drafting))
-        while growing := [seq for seq in drafting if len(chains[seq.id].tokens) < chains[seq.id].depth]:
-            started = time.perf_counter()
-            feeds = [Feed.chain(self._slots[seq.id], chains[seq.id].tokens[-1:], self._staged(seq) - 1) for seq in growing]
-            hidden = self._forward(feeds)
-            for seq in growing:
-                self._drafted[seq.id].append(chains[seq.id].tokens[-1])
-            self._extend(growing, chains, self.model.logits(hidden))
-            took = time.perf_counter() - started
-            self._pass_seconds = min(took, self._pass_seconds * 1.05) if self._pass_seconds else took
-        return [self._draft(seq, chains.get(seq.id)) for seq in seqs]
+            late = any(self._unread(seq) > FEW for seq in drafting)
+            states = [self._states[seq.id] for seq in drafting]
+            grow(trees, self._catch_up(drafting), lambda frontiers: self._read(states, frontiers))
+            if not late:
+                self._level.learn((time.perf_counter() - started) / max(tree.depth for tree in trees))
+        return [tree.draft() if (tree := self._states[seq.id].tree) is not None else NO_DRAFT for seq in seqs]
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
-        slot = self._slots.get(seq.id)
-        drafted = self._drafted.pop(seq.id, None)
-        if slot is None or not drafted:
+        state = self._states.get(seq.id)
+        if state is None or state.tree is None:
             return
-        kept = 0
-        while kept < min(len(drafted), len(outcome.emitted)) and drafted[kept] == outcome.emitted[kept]:
-            kept += 1
-        self.cache.commit(slot, range(kept))
+        path = state.tree.learn(outcome.emitted)
+        self.cache.commit(state.slot, [state.read[node] for node in path if node in state.read])
+        state.tree, state.read = None, {}
 
     def forget(self, seq: Sequence) -> None:
-        slot = self._slots.pop(seq.id, None)
-        self._drafted.pop(seq.id, None)
-        self._last.pop(seq.id, None)
-        if slot is not None:
-            self.cache.free(slot)
+        state = self._states.pop(seq.id, None)
+        if state is not None:
+            self.cache.free(state.slot)
 
     def seconds_per_depth(self, batch: int) -> float:
-        return self._pass_seconds
+        return self._level.seconds
+
+    def seconds_to_catch_up(self, seq: Sequence) -> float:
+        unread = self._unread(seq)
+        return self._row.seconds * unread if unread > FEW else 0.0
+
+    def _unread(self, seq: Sequence) -> int:
+        state = self._states.get(seq.id)
+        return len(seq.tokens) - (self.cache.length(state.slot) if state is not None else 0)
+
+    def _state(self, seq: Sequence) -> _State:
+        if seq.id not in self._states:
+            self._states[seq.id] = _State(self.cache.alloc(), Rates(self._odds, weight=4.0, forget=0.97))
+        return self._states[seq.id]
 
     def _catch_up(self, seqs: Seq[Sequence]) -> Tensor:
         """Read what is committed and unread; the logits after each sequence's last token, [sequences, vocab]."""
-        for seq in seqs:
-            if seq.id not in self._slots:
-                self._slots[seq.id] = self.cache.alloc()
-            self.cache.discard(self._slots[seq.id])
-            self._drafted[seq.id] = []
-        while reading := [seq for seq in seqs if self.cache.length(self._slots[seq.id]) < len(seq.tokens)]:
-            budget, feeds, read = CHUNK, [], []
-            for seq in reading:
-                slot = self._slots[seq.id]
-                tokens = seq.tokens[self.cache.length(slot) :][:budget]
+        states = [self._states[seq.id] for seq in seqs]
+        for state in states:
+            self.cache.discard(state.slot)
+            state.read = {}
+        while any(self.cache.length(state.slot) < len(seq.tokens) for seq, state in zip(seqs, states, strict=True)):
+            started = time.perf_counter()
+            budget, feeds, reading = CHUNK, [], []
+            for seq, state in zip(seqs, states, strict=True):
+                tokens = seq.tokens[self.cache.length(state.slot) :][:budget]
                 budget -= len(tokens)
                 if tokens:
-                    feeds.append(Feed.chain(slot, tokens))
-                    read.append(seq)
-            hidden = self._forward(feeds, every=False)
-            for row, (seq, feed) in enumerate(zip(read, feeds, strict=True)):
-                self.cache.commit(feed.slot, range(len(feed.tokens)))
-                self._last[seq.id] = hidden[row]
-        return self.model.logits(torch.stack([self._last[seq.id] for seq in seqs]))
+                    feeds.append(Feed.chain(state.slot, tokens))
+                    reading.append(state)
+            batch = self.cache.pack(feeds)
+            final = self.model.forward(batch, self.cache).final
+            for state, span in zip(reading, batch.spans, strict=True):
+                self.cache.commit(state.slot, range(span.stop - span.start))
+                state.last = final[span.stop - 1]
+            if len(batch) > FEW * len(reading):
+                self._row.learn((time.perf_counter() - started) / len(batch))
+        return self._logits(torch.stack([state.last for state in states if state.last is not None]))
 
-    def _forward(self, feeds: Seq[Feed], *, every: bool = True) -> Tensor:
-        batch = self.cache.pack(feeds)
-        final = self.model.forward(batch, self.cache).final
-        return final if every else final[[span.stop - 1 for span in batch.spans]]
+    def _read(self, states: Seq[_State], frontiers: list[list[int]]) -> Tensor:
+        """Run the model on each tree's frontier; the logits after its nodes."""
+        feeds = []
+        for state, nodes in zip(states, frontiers, strict=True):
+            if nodes and (tree := state.tree) is not None:
+                above = [state.read.get(tree.parents[node], -1) for node in nodes]
+                first = self.cache.staged(state.slot)
+                state.read |= {node: first + i for i, node in enumerate(nodes)}
+                feeds.append(Feed(state.slot, [tree.tokens[node] for node in nodes], above))
+        return self._logits(self.model.forward(self.cache.pack(feeds), self.cache).final)
 
-    def _extend(self, seqs: Seq[Sequence], chains: dict[int, _Chain], logits_NV: Tensor) -> None:
-        """Draw the next token of each chain."""
-        for seq, logits_V in zip(seqs, logits_NV, strict=True):
-            chain = chains[seq.id]
-            short = self.vocab - logits_V.shape[0]
-            logits_V = F.pad(logits_V, (0, short), value=-torch.inf) if short > 0 else logits_V[: self.vocab]
-            q_V = seq.distribution(logits_V, chain.tokens)
-            depth = len(chain.tokens)
-            if seq.request.verify == "match":
-                chain.tokens.append(seq.noise().target(q_V, depth))
-            else:
-                chain.tokens.append(seq.noise().draft(q_V, depth))
-                chain.q.append(q_V)
-            if self.min_confidence and float(q_V[chain.tokens[-1]]) < self.min_confidence:
-                # the token is kept: dropping it for its own probability would bias the output
-                chain.depth = len(chain.tokens)
-
-    def _staged(self, seq: Sequence) -> int:
-        return self.cache.staged(self._slots[seq.id])
-
-    def _draft(self, seq: Sequence, chain: _Chain | None) -> Draft:
-        if chain is None:
-            return NO_DRAFT
-        if seq.request.verify == "match":
-            return Draft.chain(chain.tokens, Drawn.SHARED_NOISE)
-        return Draft.chain(chain.tokens, Drawn.CHAIN, q=torch.stack(chain.q))
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The head's rows as wide as the target's vocabulary: what the draft lacks is impossible, what it has beyond is cut."""
+        logits = self.model.logits(hidden)
+        short = self.vocab - logits.shape[1]
+        return F.pad(logits, (0, short), value=-torch.inf) if short > 0 else logits[:, : self.vocab]
 
 
 def build(options: Options, target: Target, source: DraftSource | None) -> ModelDrafter:
@@ -186,11 +176,4 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Model
     if context < target.context:
         target.notice(f"the draft's context is {context} tokens; past it the target goes on alone to its own {target.context}")
     target.notice(f"draft {source.path}: {model.weights}")
-    return ModelDrafter(
-        model,
-        vocab=target.vocab,
-        context=context,
-        max_batch=target.max_batch,
-        max_tokens=options.max_tokens,
-        min_confidence=options.min_confidence,
-    )
+    return ModelDrafter(model, vocab=target.vocab, context=context, max_batch=target.max_batch, trees=options)

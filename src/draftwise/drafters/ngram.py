@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from draftwise.drafters.averages import Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
 from draftwise.sequence import Sequence
 from draftwise.types import NO_DRAFT, Draft, Limit, Outcome
@@ -57,39 +58,17 @@ class _Index:
         return None
 
 
-class _Trust:
-    """How often a proposed token was right, by the length of the match before it, its accepted predecessors included."""
-
-    PRIOR = (0.25, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)  # weak: a handful of trials outweighs it
-    WEIGHT, FORGET = 4.0, 0.98
-
-    def __init__(self) -> None:
-        self.right = [rate * self.WEIGHT for rate in self.PRIOR]
-        self.tried = [self.WEIGHT] * len(self.PRIOR)
-
-    def rate(self, match: int) -> float:
-        place = min(match, len(self.PRIOR)) - 1
-        return self.right[place] / self.tried[place]
-
-    def learn(self, match: int, was_right: bool) -> None:
-        place = min(match, len(self.PRIOR)) - 1
-        self.right[place] = self.right[place] * self.FORGET + was_right
-        self.tried[place] = self.tried[place] * self.FORGET + 1
-
-    def survival(self, match: int, count: int) -> list[float]:
-        """Per proposed token the chance that it and all before it are right."""
-        chances, chance = [], 1.0
-        for depth in range(count):
-            chance *= self.rate(match + depth)
-            chances.append(chance)
-        return chances
+TRUST = (0.25, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
+"""How often a proposed token is right by the length of the match before it, its accepted predecessors included: a guess,
+which a handful of trials outweighs."""
 
 
 @dataclass(slots=True)
 class _State:
     index: _Index
-    trust: _Trust
+    trust: Rates
     match: int = 0  # of the last proposal
+    proposed: list[int] = field(default_factory=list)
 
 
 class NgramDrafter(Drafter):
@@ -99,6 +78,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, *, max_ngram: int = 8, min_ngram: int = 1, max_tokens: int = 16) -> None:
         self.max_ngram, self.min_ngram, self.max_depth = max_ngram, min_ngram, max_tokens
+        self._trust = Rates(weight=6.0, forget=0.995)  # of all sequences
         self._states: dict[int, _State] = {}
 
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
@@ -107,24 +87,37 @@ class NgramDrafter(Drafter):
     def _propose(self, seq: Sequence, limit: Limit) -> Draft:
         state = self._states.get(seq.id)
         if state is None:
-            state = self._states[seq.id] = _State(_Index(self.max_ngram), _Trust())
+            state = self._states[seq.id] = _State(_Index(self.max_ngram), Rates(self._trust, weight=4.0, forget=0.98))
         state.index.grow(seq.tokens)
         most = min(limit.nodes, limit.depth, self.max_depth)
         found = state.index.match(seq.tokens, self.min_ngram) if most > 0 else None
         if found is None:
+            state.proposed = []
             return NO_DRAFT
         state.match, end = found
         period = len(seq.tokens) - end
         # a continuation that reaches the end of the text goes on as a loop of that period
-        tokens = [seq.tokens[end + i % period] for i in range(most)]
-        return Draft.chain(tokens, survival=state.trust.survival(state.match, most))
+        state.proposed = [seq.tokens[end + i % period] for i in range(most)]
+        survival, chance = [], 1.0
+        for depth in range(most):
+            place = self._place(state.match + depth)
+            chance *= state.trust.rate(place, TRUST[place])
+            survival.append(chance)
+        return Draft.chain(state.proposed, survival=survival)
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
         state = self._states.get(seq.id)
-        if state is None or not len(outcome.draft):
+        if state is None:
             return
-        for depth in range(min(len(outcome.path) + 1, len(outcome.draft))):
-            state.trust.learn(state.match + depth, depth < len(outcome.path))
+        # what was emitted tells whether a token was right, verified or not
+        for depth, (token, emitted) in enumerate(zip(state.proposed, outcome.emitted, strict=False)):
+            state.trust.learn(self._place(state.match + depth), token == emitted)
+            if token != emitted:
+                break
+        state.proposed = []
+
+    def _place(self, match: int) -> int:
+        return min(match, len(TRUST)) - 1
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.id, None)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from draftwise.cache import KVCache
 from draftwise.drafters.base import Drafter
-from draftwise.engine.governor import Governor
+from draftwise.engine.governor import Governor, Load
+from draftwise.engine.proposals import Proposals
 from draftwise.engine.scheduler import Scheduler, Turn
 from draftwise.engine.step import decide, report_logprobs
 from draftwise.models.base import Model
@@ -28,16 +29,17 @@ SLACK = 64
 
 
 class Engine:
-    """Runs requests on a target model with one drafter, many at a time. Not thread-safe: one caller at a time.
+    """Runs requests on a target model with any drafters, many at a time. Not thread-safe: one caller at a time.
 
     vocab: ids below it may be emitted; further rows of the head are padding. context: most tokens of a request.
+    clock: seconds, for statistics and for what the governor learns of passes.
     """
 
     def __init__(
         self,
         model: Model,
         cache: KVCache,
-        drafter: Drafter,
+        drafters: Seq[Drafter],
         *,
         name: str,
         vocab: int,
@@ -46,10 +48,13 @@ class Engine:
         decoder: Callable[[bool], Decoder],
         governor: Governor,
         max_batch: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.model, self.cache, self.drafter, self.name = model, cache, drafter, name
+        self.model, self.cache, self.name = model, cache, name
         self.vocab, self.context, self.end_tokens = vocab, context, frozenset(end_tokens)
         self.governor = governor
+        self._proposals = Proposals(drafters, governor)
+        self._clock = clock
         self._decoder = decoder
         self._scheduler = Scheduler(cache, max_batch=max_batch, chunk=CHUNK, slack=SLACK)
         self._sequences: dict[int, Sequence] = {}
@@ -75,7 +80,7 @@ class Engine:
         )
         self._scheduler.add(seq)
         self._sequences[identity] = seq
-        self._clocks[identity] = _Clock()
+        self._clocks[identity] = _Clock(self._clock)
         return identity
 
     def cancel(self, identity: int) -> Event | None:
@@ -120,12 +125,13 @@ class Engine:
         turns = self._scheduler.turns()
         if not turns:
             return []
-        drafts = self._propose(turns)
-        started = time.perf_counter()
+        load = Load(sum(len(turn.tokens) for turn in turns), sum(turn.complete for turn in turns))
+        drafts = self._propose(turns, load)
+        started = self._clock()
         batch = self.cache.pack([_feed(turn, draft) for turn, draft in zip(turns, drafts, strict=True)])
-        hidden = self.model.forward(batch, self.cache, self.drafter.taps)
+        hidden = self.model.forward(batch, self.cache, self._proposals.taps)
         logits = self._logits(hidden, turns, drafts)
-        seconds = time.perf_counter() - started
+        seconds = self._clock() - started
         events = []
         first = 0
         for turn, draft in zip(turns, drafts, strict=True):
@@ -135,42 +141,24 @@ class Engine:
             event = self._finish(turn, draft, logits.get(turn.seq.id), hidden, rows)
             if event is not None:
                 events.append(event)
+        if all(_decoding(turn) for turn in turns):
+            emitted = sum(len(event.tokens) for event in events)
+            self.governor.passed(load, len(batch), seconds, emitted, self._proposals.seconds)
         return events
 
-    def _propose(self, turns: list[Turn]) -> list[Draft]:
-        """Drafts for the requests that decode, within what each may still emit and the governor allows."""
-        drafting = [turn.seq for turn in turns if _decoding(turn) and turn.seq.request.draft_tokens != 0]
-        limits = [self._limit(seq) for seq in drafting]
-        if not any(limit.depth > 0 for limit in limits):
-            return [NO_DRAFT] * len(turns)
-        base_rows = sum(len(turn.tokens) for turn in turns)
-        auto = [seq.request.draft_tokens is None for seq in drafting]
-        started = time.perf_counter()
-        if not self.drafter.free:
-            cost = self.drafter.seconds_per_depth(len(drafting))
-            planned = self.governor.plan(base_rows, [seq.id for seq in drafting], [limit.depth for limit in limits], cost)
-            limits = [
-                Limit(min(limit.nodes, size), min(limit.depth, size)) if chosen else limit
-                for limit, size, chosen in zip(limits, planned, auto, strict=True)
-            ]
-        drafts = self.drafter.propose(drafting, limits)
-        drafts = [draft.within(limit) for draft, limit in zip(drafts, limits, strict=True)]
-        if self.drafter.free:
-            survivals = [draft.survival or () if chosen else () for draft, chosen in zip(drafts, auto, strict=True)]
-            kept = self.governor.trim(base_rows, [seq.id for seq in drafting], survivals)
-            drafts = [
-                draft.within(Limit(size, size)) if chosen and draft.survival is not None else draft
-                for draft, size, chosen in zip(drafts, kept, auto, strict=True)
-            ]
-        seconds = (time.perf_counter() - started) / len(drafting)
+    def _propose(self, turns: list[Turn], load: Load) -> list[Draft]:
+        """Drafts for the requests that decode, within what each may still emit."""
+        drafting = [turn.seq for turn in turns if _decoding(turn) and self._limit(turn.seq).depth > 0]
+        started = self._clock()
+        made = self._proposals.propose(drafting, [self._limit(seq) for seq in drafting], load)
+        seconds = (self._clock() - started) / max(len(drafting), 1)
         for seq in drafting:
             self._clocks[seq.id].drafted(seconds)
-        made = {seq.id: draft for seq, draft in zip(drafting, drafts, strict=True)}
         return [made.get(turn.seq.id, NO_DRAFT) for turn in turns]
 
     def _limit(self, seq: Sequence) -> Limit:
         # the pass emits one token more than it accepts
-        depth = max(min(seq.room - 1, self.drafter.max_depth), 0)
+        depth = max(min(seq.room - 1, self._proposals.max_depth), 0)
         wanted = seq.request.draft_tokens
         nodes = SLACK - 1 if wanted is None else min(wanted, SLACK - 1)
         return Limit(nodes, min(depth, nodes))
@@ -197,7 +185,7 @@ class Engine:
         seq, fed = turn.seq, len(turn.tokens)
         if logits is None:
             self.cache.commit(turn.slot, range(fed))
-            self.drafter.observe(seq, Outcome(tuple(turn.tokens), (), features=_features(hidden, rows)))
+            self._proposals.observe(seq, Outcome(tuple(turn.tokens), (), features=_features(hidden, rows)))
             return None
         try:
             verdict = decide(logits, seq, draft)
@@ -220,7 +208,7 @@ class Engine:
             features=_features(hidden, [rows[row] for row in kept]),
             logits=lambda: logits,
         )
-        self.drafter.observe(seq, outcome)
+        self._proposals.observe(seq, outcome)
         if seq.finished:
             return self._close(seq, pieces, outcome.emitted)
         return Event(seq.id, outcome.emitted, pieces)
@@ -231,12 +219,10 @@ class Engine:
         counted = draft if taken > len(path) else draft.within(Limit(len(draft), len(path)))
         seq.stats.record(counted, path)
         seq.stats.drafted += len(draft) - len(counted)
-        self.governor.learn(seq.id, min(max(draft.depths(), default=0), taken), len(path))
 
     def _close(self, seq: Sequence, pieces: tuple[Piece, ...], tokens: tuple[int, ...] = ()) -> Event:
         self._scheduler.remove(seq)
-        self.drafter.forget(seq)
-        self.governor.forget(seq.id)
+        self._proposals.forget(seq)
         del self._sequences[seq.id]
         self._clocks.pop(seq.id).close(seq)
         assert seq.finish_reason is not None
@@ -270,8 +256,9 @@ class Engine:
 class _Clock:
     """Where a request's time goes."""
 
-    def __init__(self) -> None:
-        self.start = time.perf_counter()
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self.start = now()
         self.first: float | None = None
         self.last = self.start
         self.draft = self.target = 0.0
@@ -284,7 +271,7 @@ class _Clock:
             self.target += seconds
 
     def emitted(self) -> None:
-        self.last = time.perf_counter()
+        self.last = self._now()
         if self.first is None:
             self.first = self.last
 

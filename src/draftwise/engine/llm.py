@@ -9,11 +9,12 @@ from typing import Any, overload
 import torch
 
 from draftwise.checkpoint import Checkpoint, available_memory, cache_dir, open_checkpoint
-from draftwise.drafters import find_drafter, parse_options
-from draftwise.drafters.base import DraftSource, Target
+from draftwise.drafters import Chosen, find_drafter, parse_drafters
+from draftwise.drafters.base import Drafter, DraftSource, Target
 from draftwise.engine.cost import cost_table, measure
 from draftwise.engine.engine import SLACK, Engine
-from draftwise.engine.governor import FLAT, Governor
+from draftwise.engine.governor import Governor
+from draftwise.engine.passes import FLAT
 from draftwise.models.base import Model
 from draftwise.models.load import read_model
 from draftwise.tokenizer import Tokenizer, load_tokenizer
@@ -47,14 +48,14 @@ def load(
 ) -> LLM:
     """Load a model: a folder in Hugging Face format, a hub id, a .gguf file or an alias such as "smollm2".
 
-    drafter: NAME or NAME:PATH; options: the drafter's own. draft_tokens: nodes a step, None lets the governor choose.
+    drafter: NAME or NAME:PATH, or several of them between commas, which then draft together; options: the drafters' own,
+    with the drafter's name and a dot before one that several have. draft_tokens: nodes a step, None lets the governor choose.
     verify: "match", "rejection" or "block". dtype: "fp32", "bf16", "fp16"; quantize: "int8", "int4"; both also for the
     draft. kernels: "auto" uses the compiled CPU kernels where they can be had, "torch" never. context: most tokens of a
     request. notice: is told one line at a time what a user should know.
     Raises ValueError, with one line that says what to do, before any weight is read where that can be told.
     """
-    name, path = split_drafter(drafter)
-    parse_options(name, options or {})
+    chosen = parse_drafters(drafter, options or {})
     if max_batch < 1:
         raise ValueError(f"max_batch is {max_batch}; it must be at least 1")
     if kernels not in KERNELS:
@@ -75,14 +76,7 @@ def load(
     target = read_model(checkpoint, dtype=dtype, quantize=quantize, device=place, cache_rows=context, compiled=compiled)
     loaded = _Loaded(checkpoint, tokenizer, target, context, max_batch, compiled, notice or (lambda line: None))
     loaded.notice(f"{model}: {target.weights}")
-    source = DraftSource(path, draft_dtype, draft_quantize, compiled=compiled) if path else None
-    return LLM(loaded, name, source, options or {}, draft_tokens, verify)
-
-
-def split_drafter(drafter: str) -> tuple[str, str | None]:
-    """NAME and PATH of NAME[:PATH]."""
-    name, _, path = drafter.partition(":")
-    return name, path or None
+    return LLM(loaded, chosen, draft_tokens, verify, draft_dtype=draft_dtype, draft_quantize=draft_quantize)
 
 
 class _Loaded:
@@ -114,30 +108,35 @@ class _Loaded:
 
 
 class LLM:
-    """A target with one drafter. `using` gives the same target another drafter."""
+    """A target with its drafters. `using` gives the same target others."""
 
     def __init__(
         self,
         loaded: _Loaded,
-        drafter: str,
-        source: DraftSource | None,
-        options: Mapping[str, Any],
+        drafters: Seq[Chosen],
         draft_tokens: int | None,
         verify: str,
+        *,
+        draft_dtype: str | None,
+        draft_quantize: str | None,
     ) -> None:
-        self._loaded, self._source = loaded, source
-        self.drafter, self.draft_tokens, self.verify = drafter, draft_tokens, verify
+        self._loaded = loaded
+        self.drafter = ",".join(chosen.name for chosen in drafters)
+        self.draft_tokens, self.verify = draft_tokens, verify
         cache = loaded.model.new_cache(loaded.cache_rows())
         target = Target(loaded.model, cache, loaded.tokenizer, loaded.vocab, loaded.context, loaded.max_batch, loaded.notice)
-        built = find_drafter(drafter).build(parse_options(drafter, options), target, source)
+        built: list[Drafter] = []
+        for name, path, options in drafters:
+            source = DraftSource(path, draft_dtype, draft_quantize, compiled=loaded.compiled) if path else None
+            built.append(find_drafter(name).build(options, target, source))
         cost = FLAT
-        if built.max_depth and draft_tokens is None:
+        if any(drafter.max_depth for drafter in built) and draft_tokens is None:
             cost = cost_table(loaded.model, cache_dir() / "costs", fingerprint=loaded.checkpoint.fingerprint)
         self.engine = Engine(
             loaded.model,
             cache,
             built,
-            name=drafter,
+            name=self.drafter,
             vocab=loaded.vocab,
             context=loaded.context,
             end_tokens=loaded.end_tokens,
@@ -156,10 +155,10 @@ class LLM:
         draft_dtype: str | None = None,
         draft_quantize: str | None = None,
     ) -> LLM:
-        """The same target weights with another drafter and a cache of its own."""
-        name, path = split_drafter(drafter)
-        source = DraftSource(path, draft_dtype, draft_quantize, compiled=self._loaded.compiled) if path else None
-        return LLM(self._loaded, name, source, options or {}, draft_tokens, verify or self.verify)
+        """The same target weights with other drafters, named as in `load`, and a cache of its own."""
+        chosen = parse_drafters(drafter, options or {})
+        drafts = {"draft_dtype": draft_dtype, "draft_quantize": draft_quantize}
+        return LLM(self._loaded, chosen, draft_tokens, verify or self.verify, **drafts)
 
     # what was loaded
 

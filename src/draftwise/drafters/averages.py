@@ -1,0 +1,71 @@
+"""What drafting teaches, as running averages: how often a kind of guess comes true, and how long a pass takes.
+
+Knows numbers only. Both forget, so that they follow a text or a machine that changes.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Hashable
+
+EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
+
+
+def level(confidence: float) -> int:
+    """The class of a confidence between 0 and 1: guesses of one class are taken to be right equally often."""
+    return bisect(EDGES, confidence)
+
+
+class Rates:
+    """Mean values by key, as ratios of sums that forget. A key of little evidence leans on `wider`, and that on a guess.
+
+    `weight`: observations that the prior counts for. `forget`: what an observation still counts after the next one.
+    """
+
+    def __init__(self, wider: Rates | None = None, *, weight: float = 3.0, forget: float = 0.95) -> None:
+        self.wider, self.weight, self.forget = wider, weight, forget
+        self._sums: dict[Hashable, tuple[float, float]] = {}  # of values, of observations
+
+    def rate(self, key: Hashable, guess: float) -> float:
+        """The mean under `key`; `guess` where nothing is known."""
+        prior = guess if self.wider is None else self.wider.rate(key, guess)
+        found = self._sums.get(key)
+        return prior if found is None else (found[0] + self.weight * prior) / (found[1] + self.weight)
+
+    def learn(self, key: Hashable, value: float) -> None:
+        """Count one observation, here and in what is wider."""
+        total, count = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = total * self.forget + value, count * self.forget + 1
+        if self.wider is not None:
+            self.wider.learn(key, value)
+
+    def fade(self, key: Hashable) -> None:
+        """Let what is known of `key` here age by one observation, so that the prior counts for more."""
+        if key in self._sums:
+            total, count = self._sums[key]
+            self._sums[key] = total * self.forget, count * self.forget
+
+
+class Pace:
+    """A typical duration. Its logarithm moves by a share of each surprise, and no more for a great one, so that a hiccup
+    of the machine counts little.
+    """
+
+    SHARE, MOST, FIRST = 0.1, 0.25, 5
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """0 until something was measured."""
+        self._measured = 0
+
+    def learn(self, seconds: float) -> None:
+        """Take in a measurement. Of the first few the least counts: they find everything cold."""
+        if seconds <= 0:
+            return
+        self._measured += 1
+        if self._measured <= self.FIRST:
+            self.seconds = min(seconds, self.seconds or seconds)
+        else:
+            surprise = math.log(seconds / self.seconds)
+            self.seconds *= math.exp(self.SHARE * max(-self.MOST, min(self.MOST, surprise)))

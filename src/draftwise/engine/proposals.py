@@ -1,0 +1,68 @@
+"""Asks the drafters, the free ones first, and makes one draft a request of what they offer.
+
+Knows no drafter's kind but `free`; how much to ask and to keep is the governor's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from draftwise.drafters.base import Drafter
+from draftwise.engine.governor import Choice, Governor, Load
+from draftwise.sequence import Sequence
+from draftwise.types import Draft, Limit, Outcome, Tap
+
+
+class Proposals:
+    """An engine's drafters, and what they proposed in this step."""
+
+    def __init__(self, drafters: Seq[Drafter], governor: Governor) -> None:
+        self.drafters, self.governor = tuple(drafters), governor
+        for place, drafter in enumerate(self.drafters):
+            drafter.place = place
+        self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for drafter in self.drafters for tap in drafter.taps))
+        self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
+        self.seconds = 0.0
+        """What the drafts of this step should have taken, but for catching up."""
+        self._rounds: dict[int, Choice] = {}
+
+    def propose(self, seqs: Seq[Sequence], limits: Seq[Limit], load: Load) -> dict[int, Draft]:
+        """A draft for each request by its id, within its limit; `load` is what the pass holds without them."""
+        choices = [Choice(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        self._rounds, self.seconds = {choice.seq.id: choice for choice in choices}, 0.0
+        if not choices:
+            return {}
+        order = sorted(range(len(self.drafters)), key=lambda place: not self.drafters[place].free)
+        for place in order:
+            drafter = self.drafters[place]
+            if drafter.free:
+                wanted = [choice.left(drafter) for choice in choices]
+            else:
+                wanted = self.governor.plan(place, drafter, choices, load)
+            asked = [(choice, limit) for choice, limit in zip(choices, wanted, strict=True) if limit.depth > 0]
+            if not asked:
+                continue
+            drafts = drafter.propose([choice.seq for choice, _ in asked], [limit for _, limit in asked])
+            deepest = max((max(draft.depths(), default=0) for draft in drafts), default=0)
+            self.seconds += deepest * drafter.seconds_per_depth(len(asked))
+            for (choice, limit), draft in zip(asked, drafts, strict=True):
+                choice.drafts[place] = draft.within(limit)
+                if not drafter.free:
+                    choice.asked[place] = limit
+                self.governor.weigh(place, choice)
+        chosen = self.governor.choose(choices, load)
+        return {choice.seq.id: draft for choice, draft in zip(choices, chosen, strict=True)}
+
+    def observe(self, seq: Sequence, outcome: Outcome) -> None:
+        """Tell all of them what a pass made of a request."""
+        for drafter in self.drafters:
+            drafter.observe(seq, outcome)
+        if seq.id in self._rounds:
+            self.governor.learn(self._rounds[seq.id], outcome.emitted)
+
+    def forget(self, seq: Sequence) -> None:
+        """The request ended."""
+        for drafter in self.drafters:
+            drafter.forget(seq)
+        self.governor.forget(seq)
+        self._rounds.pop(seq.id, None)
