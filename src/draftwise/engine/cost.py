@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from pathlib import Path
 
 import torch
@@ -20,8 +20,15 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 @torch.inference_mode()
-def measure(model: Model, rows: Seq[int], *, context: int, repeats: int) -> list[float]:
-    """Median seconds of a pass of n rows, head included, after `context` committed rows; sizes take turns.
+def measure(
+    model: Model,
+    rows: Seq[int],
+    *,
+    context: int,
+    repeats: int,
+    pick: Callable[[Seq[float]], float] = statistics.median,
+) -> list[float]:
+    """Seconds of a pass of n rows, head included, after `context` committed rows; sizes take turns, `pick` chooses.
 
     The committed rows hold zeros: time does not depend on values.
     """
@@ -40,20 +47,21 @@ def measure(model: Model, rows: Seq[int], *, context: int, repeats: int) -> list
             logits[-1, 0].item()  # waits for the device
             times[count].append(time.perf_counter() - started)
             cache.discard(slot)
-    return [statistics.median(times[count][1:]) for count in rows]
+    return [pick(times[count][1:]) for count in rows]
 
 
 def cost_table(model: Model, folder: Path, *, fingerprint: str, context: int = 256) -> CostTable:
     """t(n) of this model on this machine, measured on the first call and read from `folder` afterwards."""
     machine = [str(model.device), torch.__version__, torch.get_num_threads(), os.cpu_count(), _processor()]
-    what = [fingerprint, model.weights, sorted({kernel for kernel, *_ in model.row_report}), *machine]
+    what = [fingerprint, model.weights, sorted({kernel for kernel, *_ in model.row_report}), context, *machine]
     path = folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]}.json"
     try:
         kept = json.loads(path.read_text())
         return CostTable(kept["rows"], kept["seconds"])
     except (OSError, ValueError, KeyError):
         pass
-    seconds = measure(model, ROWS, context=context, repeats=3)
+    # the least of several: what is kept must not be what a busy moment made of it
+    seconds = measure(model, ROWS, context=context, repeats=7, pick=min)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
