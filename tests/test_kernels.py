@@ -53,7 +53,7 @@ def make(kind: str, out: int, inputs: int) -> tuple[kernels.Packed, Tensor, tupl
     if kind == "q5_1":
         return *pack(integers(0, 31, inputs).to(torch.uint8), halves, -floats(of_32).half().float(), 32), ("int6", "half")
     if kind == "q6_k":
-        scales = floats(-(-of_16 // 16)).half().float().repeat_interleave(16, dim=1)[:, :of_16] * integers(-127, 127, of_16)
+        scales = floats(-(-of_16 // 16)).half().float().repeat_interleave(16, dim=1)[:, :of_16] * integers(-128, 127, of_16)
         return *pack(sixes, scales, None, 16), ("int6", "two-level")
     if kind == "q8_0":
         return *pack(bytes_, halves, None, 32), ("int8", "half")

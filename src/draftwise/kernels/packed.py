@@ -5,7 +5,9 @@ Knows the C structs; knows nothing of models. Legend: N rows, O outputs, I input
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +104,19 @@ class Packed:
         return self.rows(torch.arange(self.struct.out))
 
 
+def memory(nbytes: int) -> Tensor:
+    """Bytes not yet touched, uint8 [nbytes], on huge pages where the system grants them: small ones slow reading down."""
+    page = 1 << 21
+    if nbytes < page or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(nbytes, dtype=torch.uint8)
+    region = mmap.mmap(-1, nbytes + page)
+    whole = torch.frombuffer(region, dtype=torch.uint8)
+    start = -whole.data_ptr() % page
+    with contextlib.suppress(OSError):
+        region.madvise(mmap.MADV_HUGEPAGE, start, nbytes // page * page)
+    return whole[start : start + nbytes]
+
+
 def _address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
@@ -116,7 +131,7 @@ def _pack(source: SourceStruct, out: int, inputs: int, group: int, lib: ctypes.C
     lib = _library(lib)
     struct = WeightsStruct(out=out, in_=inputs, group=group)
     lib.draftwise_plan(ctypes.byref(struct), ctypes.byref(source))
-    data = torch.empty(-(-out // 16) * struct.tile_bytes, dtype=torch.uint8)
+    data = memory(-(-out // 16) * struct.tile_bytes)
     lib.draftwise_fill(ctypes.byref(struct), ctypes.byref(source), _address(data))
     struct.data = data.data_ptr()
     return Packed(lib, struct, (data,))

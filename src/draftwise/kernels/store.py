@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from draftwise.kernels.loader import library
-from draftwise.kernels.packed import Packed, WeightsStruct
+from draftwise.kernels.packed import Packed, WeightsStruct, memory
 
-MAGIC = b"draftwise packed weights 1\n"
+MAGIC = b"draftwise packed weights 2\n"
+ALIGNMENT = 64  # a cache line
 POINTERS = ("data", "row_scale", "row_minimum", "bias")
 
 
@@ -30,6 +31,7 @@ class PackedStore:
         self.path = path
         self._new: dict[str, Packed] = {}
         self._file: BufferedReader | None = None
+        self._bytes: Tensor | None = None
         self._index: Mapping[str, Any] = {}
         try:
             self._file = open(path, "rb")
@@ -41,19 +43,21 @@ class PackedStore:
         return name in self._index
 
     def get(self, name: str) -> Packed | None:
-        """The matrix kept under `name`, in memory of its own."""
+        """The matrix kept under `name`; all matrices share one piece of memory."""
         entry, lib = self._index.get(name), library()
         if entry is None or self._file is None or lib is None:
             return None
+        if self._bytes is None:  # all of it at once: one piece of memory can have huge pages, many small ones cannot
+            self._bytes = memory(self._file.seek(0, os.SEEK_END))
+            self._file.seek(0)
+            if self._file.readinto(self._bytes.numpy().data) != self._bytes.nbytes:
+                raise ValueError(f"{self.path} cannot be read; delete it and it will be made again")
         struct = WeightsStruct.from_buffer_copy(bytes.fromhex(entry["struct"]))
         tensors = []
         for role, kind, size, offset in entry["tensors"]:
-            tensor = torch.empty(size, dtype=getattr(torch, kind))
-            self._file.seek(offset)
-            if self._file.readinto(tensor.view(torch.uint8).numpy().data) != tensor.nbytes:
-                return None
-            setattr(struct, role, tensor.data_ptr())
-            tensors.append(tensor)
+            dtype: torch.dtype = getattr(torch, kind)
+            tensors.append(self._bytes[offset : offset + size * dtype.itemsize].view(dtype))
+            setattr(struct, role, tensors[-1].data_ptr())
         return Packed(lib, struct, tuple(tensors))
 
     def put(self, name: str, packed: Packed) -> None:
@@ -87,6 +91,7 @@ def _write(file: BufferedWriter, packed: Packed) -> dict[str, Any]:
     roles = {getattr(struct, role): role for role in POINTERS if getattr(struct, role)}
     tensors = []
     for tensor in packed.tensors:
+        file.write(bytes(-file.tell() % ALIGNMENT))
         tensors.append((roles[tensor.data_ptr()], _kind(tensor), tensor.numel(), file.tell()))
         file.write(tensor.contiguous().view(torch.uint8).numpy().data)
     for role in POINTERS:

@@ -48,7 +48,7 @@ def convert(model: nn.Module, kind: WeightKind, device: torch.device, *, foreign
     ExpertsInterface.register(EXPERTS, _run_experts)
     for path, module in list(model.named_modules()):
         if type(module) is nn.Linear or isinstance(module, Conv1D):
-            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+            weight = module.weight.T.contiguous() if isinstance(module, Conv1D) else module.weight
             _replace(model, path, RowLinear(_product(weight, module.bias, kind, device, products), weight.dtype, device))
         elif _is_experts(module):
             _take_experts(module, kind, device, products)

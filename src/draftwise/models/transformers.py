@@ -201,6 +201,7 @@ def build(checkpoint: Checkpoint, kind: WeightKind, device: torch.device) -> Tra
             f"{checkpoint.path}: {wrong[0]} is missing or of another shape; the checkpoint is incomplete, fetch it again"
         )
     model.eval()
+    model.config.pad_token_id = None  # else that library warns of padding, which a packed pass has none of
     found = replace(
         checkpoint.config,
         vocab_size=anatomy.vocab_size,

@@ -1,10 +1,6 @@
 // From integers, scales and minima to tiles, and back. Nothing is rounded.
 #pragma once
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <numeric>
 #include <vector>
 
@@ -39,7 +35,7 @@ inline uint16_t to_half(float x) {  // of a float that fits
   return sign | uint16_t((exponent + 15) << 10) | uint16_t(std::ldexp(size, 10 - exponent) - 1024.0f);
 }
 
-// The largest unit of which every value is a multiple by at most 127; 0 where there is none.
+// The largest unit of which every value is a multiple from -128 to 127, negative where that takes it; 0: there is none.
 inline float common_unit(const float* values, int64_t count) {
   int64_t divisor = 0;
   int lowest = 1000;
@@ -52,10 +48,18 @@ inline float common_unit(const float* values, int64_t count) {
     divisor = divisor == 0 || divisor % p.whole == 0 ? p.whole : p.whole % divisor ? std::gcd(divisor, p.whole) : divisor;
   }
   if (divisor == 0) return 1.0f;
-  const float unit = std::ldexp(float(divisor), lowest);
-  for (int64_t i = 0; i < count; ++i)
-    if (!(std::fabs(values[i]) <= 127 * double(unit))) return 0.0f;
-  return unit;
+  float unit = std::ldexp(float(divisor), lowest);
+  double least = 0, most = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    least = std::min(least, double(values[i]) / unit);
+    most = std::max(most, double(values[i]) / unit);
+  }
+  if (most > 127) {
+    unit = -unit;
+    std::swap(least, most);
+    least = -least, most = -most;
+  }
+  return least >= -128 && most <= 127 ? unit : 0.0f;
 }
 
 struct Source {  // row-major, as read from a checkpoint
@@ -175,19 +179,9 @@ inline uint32_t get_code(int kind, const uint8_t* unit, int j, int k) {
   return word(p);
 }
 
-// Weights are read from front to back at the speed of memory, which small pages interrupt. To be called before first use.
-inline void prefer_huge_pages(uint8_t* data, int64_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kHuge = 1 << 21;
-  const uintptr_t begin = (uintptr_t(data) + kHuge - 1) / kHuge * kHuge, end = (uintptr_t(data) + bytes) / kHuge * kHuge;
-  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);  // advice: nothing to do where it is not taken
-#endif
-}
-
 // Lay the weights out in data: tiles() * tile_bytes bytes.
 inline void fill(const Weights& w, const Source& source, uint8_t* data) {
   const int64_t groups = groups_of(w);
-  prefer_huge_pages(data, w.tiles() * w.tile_bytes);
   all_of(w.tiles(), [&](int64_t tile) {
     uint8_t* slab = data + tile * w.tile_bytes;
     std::memset(slab, 0, w.tile_bytes);
