@@ -1,9 +1,8 @@
 """A draft model with another tokenizer, of any family: by the tokens both vocabularies have, or by way of the text.
 
 `intersection` keeps the draft to the shared tokens, so that what it draws is a draw of the target's tokens with a known
-distribution. `text` lets it write freely and encodes what it wrote with the target's tokenizer: tokens that are chosen.
-Source: Timor et al. 2025 (arXiv 2502.05202), token-level intersection and string-level exact match; under `match` the draws
-share the verifier's noise (Daliri et al. 2024, arXiv 2408.07978).
+distribution. `text` lets it write what it finds likeliest, and encodes that with the target's tokenizer: chosen tokens.
+Source: Timor et al. 2025 (arXiv 2502.05202), token-level intersection and string-level exact match.
 """
 
 from __future__ import annotations
@@ -11,128 +10,65 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftwise.cache import PAGE
 from draftwise.checkpoint import open_checkpoint
+from draftwise.drafters.averages import Pace, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
+from draftwise.drafters.crossing import Crossing, Shared, Written
+from draftwise.drafters.growth import grow
 from draftwise.drafters.transcripts import Reader, Transcript
+from draftwise.drafters.trees import CHAIN, Trees
 from draftwise.drafters.vocabularies import SharedTokens
 from draftwise.models.base import Model
 from draftwise.models.load import read_model
 from draftwise.sequence import Sequence
 from draftwise.tokenizer import Tokenizer, load_tokenizer
-from draftwise.types import NO_DRAFT, Draft, Drawn, Feed, Limit
+from draftwise.types import NO_DRAFT, Draft, Drawn, Feed, Limit, Outcome, Request
 
 CHUNK = 512  # rows a pass of the draft takes while it catches up
+FEW = 32  # unread ids that a step leaves behind at most, an open text without words included; more is catching up
 ENOUGH = 0.95  # share of a request's tokens that both vocabularies have, from which on `auto` keeps to those
 METHODS = ("auto", "intersection", "text")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Options(Trees):
     """Options of a draft model with another vocabulary."""
 
     method: str = field(
         default="auto",
         metadata={"help": "intersection: draft shared tokens; text: draft text and encode it; auto: by how much is shared"},
     )
-    max_tokens: int = field(default=8, metadata={"help": "most tokens to draft in a step"})
-    min_confidence: float = field(
-        default=0.0, metadata={"help": "end the draft after a token the draft thought less likely than this (0: never)"}
-    )
 
     def __post_init__(self) -> None:
+        Trees.__post_init__(self)
         if self.method not in METHODS:
             raise ValueError(f"cross's method is {self.method!r}; it must be one of: {', '.join(METHODS)}")
-        if self.max_tokens < 1:
-            raise ValueError(f"cross's max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0 <= self.min_confidence <= 1:
-            raise ValueError(f"cross's min_confidence is {self.min_confidence}; it must lie between 0 and 1")
-
-
-class _Chain(Protocol):
-    """What is drafted for one sequence in this step: `ids` are the draft's own, `ended` says that no more may follow."""
-
-    ids: list[int]
-    ended: bool
-
-    def extend(self, logits_V: Tensor) -> float:
-        """Add a token from the draft's logits; returns how likely the draft thought it."""
-
-    def draft(self) -> Draft:
-        """The chain in the target's tokens."""
-
-
-class _Shared:
-    """A chain of shared tokens, drawn from the draft's distribution over them after the request's own warpers."""
-
-    def __init__(self, seq: Sequence, shared: SharedTokens) -> None:
-        self.seq, self.shared = seq, shared
-        self.ids: list[int] = []
-        self.ended = False
-        self._tokens: list[int] = []
-        self._q: list[Tensor] = []
-
-    def extend(self, logits_V: Tensor) -> float:
-        try:
-            q_V = self.seq.distribution(self.shared.row(logits_V), self._tokens)
-        except ValueError:  # the request forbids every shared token here
-            self.ended = True
-            return 0.0
-        noise, depth = self.seq.noise(), len(self._tokens)
-        token = noise.target(q_V, depth) if self.seq.request.verify == "match" else noise.draft(q_V, depth)
-        self._tokens.append(token)
-        self._q.append(q_V)
-        self.ids.append(self.shared.to_draft[token])
-        return float(q_V[token])
-
-    def draft(self) -> Draft:
-        if self.seq.request.verify == "match" or not self._q:
-            return Draft.chain(self._tokens, Drawn.SHARED_NOISE)
-        return Draft.chain(self._tokens, Drawn.CHAIN, q=torch.stack(self._q))
-
-
-class _Text:
-    """A chain of the draft's likeliest tokens, whose text becomes tokens of the target. An end token ends it."""
-
-    def __init__(self, seq: Sequence, reader: Reader, vocab: int) -> None:
-        self.seq, self.reader, self.vocab = seq, reader, vocab
-        self.ids: list[int] = []
-        self.ended = False
-        self._text = b""
-        self._last: list[int] = []
-
-    def extend(self, logits_V: Tensor) -> float:
-        logits_V = logits_V[: self.vocab].float()
-        token = int(logits_V.argmax())
-        written = self.reader.draft.token_bytes(token)
-        if written is None:
-            self.ended = True
-            self._last = [self.reader.shared.to_target[token]] if token in self.reader.shared.to_target else []
-        else:
-            self.ids.append(token)
-            self._text += written
-        return float(logits_V.softmax(0)[token])
-
-    def draft(self) -> Draft:
-        tokens = self.reader.rewrite(self.seq.tokens, self._text) if self._text else []
-        known = [token for token in tokens if token < self.reader.shared.target_vocab]
-        return Draft.chain(known + self._last if known == tokens else known)
 
 
 @dataclass(slots=True)
 class _State:
-    """What the draft has read of one sequence."""
+    """What the drafter keeps of one sequence."""
 
     slot: int
     transcript: Transcript
+    odds: Rates
     seen: int  # tokens of the sequence in the transcript
-    shared: int = 0  # of those, tokens that both vocabularies have
-    staged: list[int] = field(default_factory=list)  # ids behind the staged rows
+    shared: int  # of those, tokens that both vocabularies have
+    rows: list[int] = field(default_factory=list)  # ids of the staged rows
+    above: list[int] = field(default_factory=list)  # the staged row that each follows
+    row_of: dict[int, int] = field(default_factory=dict)  # by node of this step's tree
+    crossing: Crossing | None = None  # of this step
+
+    def feed(self, ids: Seq[int], above: Seq[int]) -> Feed:
+        """Further rows to stage."""
+        self.rows += ids
+        self.above += above
+        return Feed(self.slot, ids, above)
 
 
 class CrossDrafter(Drafter):
@@ -153,47 +89,51 @@ class CrossDrafter(Drafter):
         context: int,
         max_batch: int,
         method: str = "auto",
-        max_tokens: int = 8,
-        min_confidence: float = 0.0,
+        trees: Trees = CHAIN,
     ) -> None:
-        self.model, self.context, self.max_depth = model, context, max_tokens
-        self.method, self.min_confidence = method, min_confidence
+        self.model, self.context, self.method, self.trees = model, context, method, trees
+        self.max_depth = trees.depth
         self.vocab = min(draft.size, model.config.vocab_size)
         self.shared = SharedTokens(target, draft, target_vocab=vocab, draft_vocab=self.vocab, device=model.device)
         self.reader = Reader(target, draft, self.shared)
-        self.cache = model.new_cache(max_batch * (context + PAGE))
+        self.cache = model.new_cache(max_batch * (context + trees.most_read + PAGE))
+        # the draft's own side of a text: greedy, without history
+        self._writer = Sequence(-1, Request(prompt=(0,)), end_tokens=(), context=context, decoder=draft.decoder())
         self._states: dict[int, _State] = {}
-        self._pass_seconds = 0.0
+        self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
+        self._level, self._row = Pace(), Pace()
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
-        chains: dict[int, _Chain] = {}
-        depths: dict[int, int] = {}
-        unread: dict[int, list[int]] = {}
+        started = time.perf_counter()
+        drafting: list[_State] = []
+        crossings: list[Crossing] = []
+        unread: list[list[int]] = []
         for seq, limit in zip(seqs, limits, strict=True):
-            depth = min(limit.nodes, limit.depth, self.max_depth)
-            if depth > 0:
-                ids = self._read(seq)
-                depth = min(depth, self.context - len(ids))
-            if depth > 0:
-                unread[seq.id], depths[seq.id], chains[seq.id] = self._settle(seq, ids), depth, self._chain(seq)
-        growing = [seq for seq in seqs if seq.id in chains]
-        if growing:
-            self._read_ahead(growing, unread)
-        fed = unread
-        while growing:
-            started = time.perf_counter()
-            for seq, logits_V in zip(growing, self._stage([(seq, fed[seq.id]) for seq in growing]), strict=True):
-                chain = chains[seq.id]
-                if chain.extend(logits_V) < self.min_confidence:
-                    # the token is kept: dropping it for its own probability would bias the output
-                    chain.ended = True
-            if fed is not unread:
-                took = time.perf_counter() - started
-                self._pass_seconds = min(took, self._pass_seconds * 1.05) if self._pass_seconds else took
-            growing = [seq for seq in growing if not chains[seq.id].ended and len(chains[seq.id].ids) < depths[seq.id]]
-            fed = {seq.id: chains[seq.id].ids[-1:] for seq in growing}
-        return [chains[seq.id].draft() if seq.id in chains else NO_DRAFT for seq in seqs]
+            state = self._state(seq)
+            state.crossing = None
+            if min(limit.depth, limit.nodes) > 0:
+                ids = self._ids(seq, state)
+                left = self._settle(state, ids)
+                depth = min(limit.depth, limit.nodes, self.context - len(ids))
+                if left and depth > 0:
+                    state.crossing = self._crossing(seq, state, limit._replace(depth=depth))
+                    drafting.append(state)
+                    crossings.append(state.crossing)
+                    unread.append(left)
+        if drafting:
+            late = any(len(ids) > FEW for ids in unread)
+            rows = self._catch_up(drafting, crossings, unread)
+            grow([crossing.tree for crossing in crossings], rows, lambda nodes: self._expand(drafting, crossings, nodes))
+            if not late:
+                self._level.learn((time.perf_counter() - started) / max(crossing.tree.depth for crossing in crossings))
+        return [made.draft() if (made := self._states[seq.id].crossing) is not None else NO_DRAFT for seq in seqs]
+
+    def observe(self, seq: Sequence, outcome: Outcome) -> None:
+        state = self._states.get(seq.id)
+        if state is not None and state.crossing is not None:
+            state.crossing.learn(outcome.emitted)
+            state.crossing = None
 
     def forget(self, seq: Sequence) -> None:
         state = self._states.pop(seq.id, None)
@@ -201,64 +141,92 @@ class CrossDrafter(Drafter):
             self.cache.free(state.slot)
 
     def seconds_per_depth(self, batch: int) -> float:
-        return self._pass_seconds
+        return self._level.seconds
 
-    def _read(self, seq: Sequence) -> list[int]:
-        """All of the sequence in the draft's ids."""
-        state = self._states.get(seq.id)
-        if state is None:
+    def seconds_to_catch_up(self, seq: Sequence) -> float:
+        unread = len(seq.tokens) - (self._states[seq.id].seen if seq.id in self._states else 0)
+        return self._row.seconds * unread if unread > FEW else 0.0
+
+    # text
+
+    def _state(self, seq: Sequence) -> _State:
+        if seq.id not in self._states:
             prompt = seq.tokens[: seq.prompt_length]
-            state = self._states[seq.id] = _State(self.cache.alloc(), Transcript(self.reader, prompt), len(prompt))
-            state.shared = sum(token in self.shared.to_draft for token in prompt)
+            odds = Rates(self._odds, weight=4.0, forget=0.97)
+            transcript = Transcript(self.reader, prompt)
+            self._states[seq.id] = _State(self.cache.alloc(), transcript, odds, len(prompt), self._count_shared(prompt))
+        return self._states[seq.id]
+
+    def _ids(self, seq: Sequence, state: _State) -> list[int]:
+        """All of the sequence in the draft's ids."""
         new = seq.tokens[state.seen :]
         state.transcript.append(new)
         state.seen += len(new)
-        state.shared += sum(token in self.shared.to_draft for token in new)
+        state.shared += self._count_shared(new)
         return state.transcript.ids()
 
-    def _settle(self, seq: Sequence, ids: list[int]) -> list[int]:
-        """Commit the staged rows that turned out right and settled; what of `ids` is to be read, one at least."""
-        state = self._states[seq.id]
-        done = self.cache.length(state.slot)
-        right = 0
-        most = min(len(state.staged), len(state.transcript.settled) - done, len(ids) - 1 - done)
-        while right < most and state.staged[right] == ids[done + right]:
-            right += 1
-        self.cache.commit(state.slot, range(right))
-        state.staged = []
-        return ids[done + right :]
+    def _count_shared(self, tokens: Seq[int]) -> int:
+        return sum(token in self.shared.to_draft for token in tokens)
 
-    def _chain(self, seq: Sequence) -> _Chain:
-        state = self._states[seq.id]
+    def _crossing(self, seq: Sequence, state: _State, limit: Limit) -> Crossing:
         if self.method == "intersection" or (self.method == "auto" and state.shared >= ENOUGH * state.seen):
-            return _Shared(seq, self.shared)
-        return _Text(seq, self.reader, self.vocab)
+            return Shared(self.trees.start(seq, limit, state.odds, drafter=self.place), self.shared)
+        return Written(self.trees.start(self._writer, limit, state.odds, drafter=self.place), seq, self.reader, self.vocab)
 
-    def _read_ahead(self, seqs: Seq[Sequence], unread: dict[int, list[int]]) -> None:
-        """Commit what is settled, in chunks, until one pass takes all that is left in `unread`."""
+    # rows
 
-        def settled(seq: Sequence) -> int:
-            state = self._states[seq.id]
-            return len(state.transcript.settled) - self.cache.length(state.slot)
+    def _settle(self, state: _State, ids: list[int]) -> list[int]:
+        """Commit the staged rows that turned out right and settled, and drop the others; what of `ids` is unread."""
+        done = self.cache.length(state.slot)
+        most = min(len(state.transcript.settled), len(ids) - 1)  # the last row is read anew, for its logits
+        staged = Draft(tuple(state.rows), tuple(state.above), (Drawn.CHOSEN,) * len(state.rows))
+        right = staged.follow(ids[done:most])
+        self.cache.commit(state.slot, right)
+        state.rows, state.above = [], []
+        return ids[done + len(right) :]
 
-        share = CHUNK // len(seqs)
-        while behind := [seq for seq in seqs if settled(seq) > share]:
-            feeds = [Feed.chain(self._states[seq.id].slot, unread[seq.id][:share]) for seq in behind]
-            self.model.forward(self.cache.pack(feeds), self.cache)
-            for seq, feed in zip(behind, feeds, strict=True):
-                self.cache.commit(feed.slot, range(share))
-                unread[seq.id] = unread[seq.id][share:]
-
-    def _stage(self, fed: Seq[tuple[Sequence, list[int]]]) -> Tensor:
-        """Read ids past what is staged; the logits after the last of each sequence, [sequences, the draft's V]."""
+    def _catch_up(self, states: Seq[_State], crossings: Seq[Crossing], unread: list[list[int]]) -> list[Tensor]:
+        """Read all that is unread; the logits after it, in the vocabulary of each tree."""
+        self._read_ahead(states, unread)
         feeds = []
-        for seq, ids in fed:
-            state = self._states[seq.id]
-            feeds.append(Feed.chain(state.slot, ids, len(state.staged) - 1))
-            state.staged += ids
+        for state, ids in zip(states, unread, strict=True):
+            feeds.append(state.feed(ids, range(-1, len(ids) - 1)))
+            state.row_of = {-1: len(ids) - 1}
         batch = self.cache.pack(feeds)
         final = self.model.forward(batch, self.cache).final
-        return self.model.logits(final[[span.stop - 1 for span in batch.spans]])
+        logits_NV = self.model.logits(final[[span.stop - 1 for span in batch.spans]])
+        return [crossing.logits(logits_V) for crossing, logits_V in zip(crossings, logits_NV, strict=True)]
+
+    def _read_ahead(self, states: Seq[_State], unread: list[list[int]]) -> None:
+        """Commit what is settled, in chunks, until one pass takes all that is left in `unread`."""
+        share = CHUNK // len(states)
+        while True:
+            behind = [
+                i for i, state in enumerate(states) if len(state.transcript.settled) - self.cache.length(state.slot) > share
+            ]
+            if not behind:
+                return
+            started = time.perf_counter()
+            feeds = [Feed.chain(states[i].slot, unread[i][:share]) for i in behind]
+            self.model.forward(self.cache.pack(feeds), self.cache)
+            for i in behind:
+                self.cache.commit(states[i].slot, range(share))
+                unread[i] = unread[i][share:]
+            self._row.learn((time.perf_counter() - started) / (share * len(behind)))
+
+    def _expand(self, states: Seq[_State], crossings: Seq[Crossing], frontiers: list[list[int]]) -> list[Tensor]:
+        """Read each tree's frontier; the logits after its nodes, in the vocabulary of the tree."""
+        feeds: list[Feed] = []
+        owners: list[Crossing] = []
+        for state, crossing, nodes in zip(states, crossings, frontiers, strict=True):
+            if nodes:
+                first = len(state.rows)
+                above = [state.row_of[crossing.tree.parents[node]] for node in nodes]
+                state.row_of |= {node: first + i for i, node in enumerate(nodes)}
+                feeds.append(state.feed([crossing.id(node) for node in nodes], above))
+                owners += [crossing] * len(nodes)
+        logits_NV = self.model.logits(self.model.forward(self.cache.pack(feeds), self.cache).final)
+        return [crossing.logits(logits_V) for crossing, logits_V in zip(owners, logits_NV, strict=True)]
 
 
 def build(options: Options, target: Target, source: DraftSource | None) -> CrossDrafter:
@@ -284,8 +252,7 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Cross
         context=context,
         max_batch=target.max_batch,
         method=options.method,
-        max_tokens=options.max_tokens,
-        min_confidence=options.min_confidence,
+        trees=options,
     )
     if context < target.context:
         target.notice(f"the draft's context is {context} tokens; past it the target goes on alone to its own {target.context}")

@@ -9,7 +9,7 @@ how many siblings) is settled before it is drawn. Its value may decide on what h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Iterable, Sequence as Seq
 from typing import NamedTuple, Protocol
 
 import torch
@@ -152,9 +152,11 @@ class Tree:
         count = self.plan.children(self, node)
         if count < 1:
             return
-        found = guess(
-            self.seq, logits_V, self.path(node), count=count, parent=node, draws=self.draws, drafter=self.drafter
-        )
+        path = self.path(node)
+        try:
+            found = guess(self.seq, logits_V, path, count=count, parent=node, draws=self.draws, drafter=self.drafter)
+        except ValueError:  # the request forbids every token that the draft knows
+            return
         for rank, (token, confidence) in enumerate(zip(found.tokens, found.confidences, strict=True)):
             self._newest.append(len(self))
             self.tokens.append(token)
@@ -283,7 +285,9 @@ class Replanned:
         self._counts = dict(zip(nodes, counts, strict=True))
 
 
-def grow(trees: Seq[Tree], logits_NV: Tensor, expand: Callable[[list[list[int]]], Tensor]) -> None:
+def grow(
+    trees: Seq[Tree], logits_NV: Iterable[Tensor], expand: Callable[[list[list[int]]], Iterable[Tensor]]
+) -> None:
     """Grow all trees together, a level a call.
 
     logits_NV: the draft's logits after each tree's root. expand(frontiers): runs the draft on each tree's nodes and gives
