@@ -17,6 +17,7 @@ from torch import Tensor
 from draftwise.cache import BLOCK, KVCache
 from draftwise.types import Batch, ModelConfig, Span, Tree
 
+SPELLED_ROWS = 32
 ROW_MULTIPLE = 4
 """Query rows a span is padded to: with whole blocks of keys, what makes torch's attention on CPU row-invariant."""
 
@@ -266,7 +267,18 @@ def attend(
 def _spelled_out(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, cap: float | None, sinks_KN: Tensor | None
 ) -> Tensor:
-    """Attention that torch has no kernel for, in float32."""
+    """Attention that torch has no kernel for, in float32, SPELLED_ROWS query rows at a time for one order of additions."""
+    rows = q.shape[2]
+    if rows != SPELLED_ROWS:
+        parts = []
+        for start in range(0, rows, SPELLED_ROWS):
+            stop = min(start + SPELLED_ROWS, rows)
+            short = (0, 0, 0, SPELLED_ROWS - (stop - start))
+            part_bias = F.pad(bias[:, :, start:stop], short)
+            part_sinks = None if sinks_KN is None else F.pad(sinks_KN[:, start:stop], short[2:])
+            part = _spelled_out(F.pad(q[:, :, start:stop], short), k, v, part_bias, scale, cap, part_sinks)
+            parts.append(part[:, :, : stop - start])
+        return torch.cat(parts, 2)
     scores_BKNT = (q.float() @ k.float().transpose(-1, -2)) * scale
     if cap is not None:
         scores_BKNT = torch.tanh(scores_BKNT / cap) * cap

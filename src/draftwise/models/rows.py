@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PROBED = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 128, 200, 256, 511, 512)
+TILE = 64
+"""Most rows that reach a kernel at once: every count up to it is probed, so that none is left to chance."""
 
 
 class RowRule(NamedTuple):
@@ -39,18 +40,18 @@ class RowRule(NamedTuple):
         return f"row-invariant{how}" + (f" in tiles of {self.tile}" if self.tile else "")
 
 
-CANDIDATES = (*(RowRule(multiple) for multiple in (1, 2, 4, 8, 16, 32)), RowRule(64, 64), RowRule(16, 16), RowRule(1, 1))
+CANDIDATES = (*(RowRule(multiple, TILE) for multiple in (1, 2, 4, 8, 16, 32, 64)), RowRule(16, 16), RowRule(1, 1))
 
 
 def holds(rule: RowRule, kernel: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """True when rows come out bit for bit alike for every probed row count, first and last rows compared."""
+    """True when rows come out bit for bit alike for every count that a pass may have, first and last rows compared."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(max(PROBED), width, generator=generator).to(device=device, dtype=dtype)
+    x = torch.randn(TILE, width, generator=generator).to(device=device, dtype=dtype)
     whole = rule(kernel, x)
     return all(
         torch.equal(rule(kernel, x[:count]), whole[:count])
         and torch.equal(rule(kernel, x[-count:].contiguous()), whole[-count:])
-        for count in PROBED
+        for count in range(1, TILE + 1)
     )
 
 
