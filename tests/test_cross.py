@@ -498,7 +498,7 @@ def target_law(length: int, number: Callable[[Tensor], Iterable]) -> dict[tuple[
     return found
 
 
-@pytest.mark.parametrize("shape", [{}, {"min_confidence": 0.35}, {"tree": "2"}, {"tree": "1,2"}], ids=str)
+@pytest.mark.parametrize("shape", [{}, {"min_confidence": 0.35}, {"tree": "2"}], ids=str)
 @pytest.mark.parametrize("method", ["intersection", "text"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_every_outcome_together_has_the_law_of_the_target(rule: str, method: str, shape: dict[str, float]) -> None:
@@ -535,7 +535,7 @@ def test_every_outcome_together_has_the_law_of_the_target(rule: str, method: str
 def test_with_the_real_noise_it_has_the_law_of_the_target(rule: str, method: str) -> None:
     found: Counter[tuple[int, ...]] = Counter()
     drafter = draft_of_abcd(method)
-    for seed in range(600):
+    for seed in range(400):
         seq = sequence(replace(PARAMS, seed=seed), verify=rule)
         while len(seq.output) < 2:
             (draft,) = drafter.propose([seq], [Limit(2, 2)])
@@ -655,10 +655,12 @@ def test_smollm2_drafts_for_qwen(lab_model: Callable[[str], Path]) -> None:
     prompts = ["Write a Python function that reverses a string.", "Why is the sky blue?", "Say good morning in German."]
     for params in ({}, {"temperature": 0.8, "top_p": 0.95, "seed": 1}):
         alone = [plain.generate(prompt, max_tokens=64, **params) for prompt in prompts]
-        for method in METHODS:
-            drafted = plain.using("cross:smollm2", options={"method": method})
+        for options in (*({"method": method} for method in METHODS), {"tree": "dynamic"}):
+            drafted = plain.using("cross:smollm2", options=options)
             together = drafted.generate(prompts, max_tokens=64, draft_tokens=4, **params)
             assert [result.tokens for result in together] == [result.tokens for result in alone]
-            rate = plain.pool(together).acceptance_rate
-            print(f"acceptance by {method} at temperature {params.get('temperature', 0)}: {rate:.3f}")
-            assert rate > 0.15
+            stats = plain.pool(together)
+            print(f"{options}, {params}: {stats.acceptance_rate:.3f} accepted, {stats.tokens_per_step:.2f} tokens a step")
+            assert stats.acceptance_rate > 0.15
+        auto = plain.using("cross:smollm2").generate(prompts[0], max_tokens=64, **params)
+        assert auto.tokens == alone[0].tokens

@@ -192,20 +192,22 @@ class CrossDrafter(Drafter):
         for state, ids in zip(states, unread, strict=True):
             feeds.append(state.feed(ids, range(-1, len(ids) - 1)))
             state.row_of = {-1: len(ids) - 1}
+        started = time.perf_counter()
         batch = self.cache.pack(feeds)
         final = self.model.forward(batch, self.cache).final
         logits_NV = self.model.logits(final[[span.stop - 1 for span in batch.spans]])
+        if len(batch) > FEW * len(states):
+            self._row.learn((time.perf_counter() - started) / len(batch))
         return [crossing.logits(logits_V) for crossing, logits_V in zip(crossings, logits_NV, strict=True)]
 
     def _read_ahead(self, states: Seq[_State], unread: list[list[int]]) -> None:
         """Commit what is settled, in chunks, until one pass takes all that is left in `unread`."""
         share = CHUNK // len(states)
-        while True:
-            behind = [
-                i for i, state in enumerate(states) if len(state.transcript.settled) - self.cache.length(state.slot) > share
-            ]
-            if not behind:
-                return
+
+        def settled(state: _State) -> int:
+            return len(state.transcript.settled) - self.cache.length(state.slot)
+
+        while behind := [i for i, state in enumerate(states) if settled(state) > share]:
             started = time.perf_counter()
             feeds = [Feed.chain(states[i].slot, unread[i][:share]) for i in behind]
             self.model.forward(self.cache.pack(feeds), self.cache)
