@@ -1,7 +1,7 @@
 """Prompt lookup: propose what followed the last few tokens when they stood in the prompt or output before.
 
-Source: Saxena, "Prompt Lookup Decoding", 2023. Here the longest and then the most recent match counts, and the length of
-the match says how far to trust it.
+Source: Saxena, "Prompt Lookup Decoding", 2023. Here the longest match counts, of what followed it the most frequent and then
+the most recent token, looked up anew after each proposed one; the length of the match says how far to trust it.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ class Options:
 
 
 class _Index:
-    """Where each short run of tokens stood last, and where it stood before that."""
+    """What followed each short run of tokens: how often, and where last."""
 
     def __init__(self, longest: int) -> None:
         self.longest = longest
         self.size = 0
-        self.ends: dict[tuple[int, ...], int] = {}
-        self.earlier: dict[tuple[int, ...], int] = {}
+        self.after: dict[tuple[int, ...], dict[int, tuple[int, int]]] = {}
 
     def grow(self, tokens: list[int]) -> None:
         """Take in the tokens appended since the last call."""
-        for end in range(self.size + 1, len(tokens) + 1):
-            for length in range(1, min(self.longest, end) + 1):
-                run = tuple(tokens[end - length : end])
-                if run in self.ends:
-                    self.earlier[run] = self.ends[run]
-                self.ends[run] = end
+        for place in range(max(self.size, 1), len(tokens)):
+            token = tokens[place]
+            for length in range(1, min(self.longest, place) + 1):
+                seen = self.after.setdefault(tuple(tokens[place - length : place]), {})
+                seen[token] = (seen.get(token, (0, 0))[0] + 1, place)
         self.size = len(tokens)
 
-    def match(self, tokens: list[int], shortest: int) -> tuple[int, int] | None:
-        """Length and end of the longest run that ends the text and stood earlier; the most recent place of it."""
-        for length in range(min(self.longest, len(tokens) - 1), shortest - 1, -1):
-            end = self.earlier.get(tuple(tokens[len(tokens) - length :]))
-            if end is not None:
-                return length, end
+    def follow(self, context: list[int], shortest: int) -> tuple[int, int, bool] | None:
+        """After the longest run that ends `context` and stood earlier: its length, the token that followed it most often,
+        the latest where several did, and whether nothing else ever did."""
+        for length in range(min(self.longest, len(context)), shortest - 1, -1):
+            seen = self.after.get(tuple(context[len(context) - length :]))
+            if seen:
+                return length, max(seen, key=seen.__getitem__), len(seen) == 1
         return None
 
 
 TRUST = (0.25, 0.45, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9)
-"""How often a proposed token is right by the length of the match before it, its accepted predecessors included: a guess,
-which a handful of trials outweighs."""
+"""How often a proposed token is right by the length of the match before it: a guess, which a handful of trials outweighs."""
+LEAST = 0.02
+"""A chain ends where it would survive more seldom: no row of a pass is that cheap."""
 
 
 @dataclass(slots=True)
 class _State:
     index: _Index
     trust: Rates
-    match: int = 0  # of the last proposal
     proposed: list[int] = field(default_factory=list)
+    classes: list[tuple[int, bool, int]] = field(default_factory=list)  # of the proposed tokens, alike in trust
 
 
 class NgramDrafter(Drafter):
@@ -90,34 +90,30 @@ class NgramDrafter(Drafter):
             state = self._states[seq.id] = _State(_Index(self.max_ngram), Rates(self._trust, weight=4.0, forget=0.98))
         state.index.grow(seq.tokens)
         most = min(limit.nodes, limit.depth, self.max_depth)
-        found = state.index.match(seq.tokens, self.min_ngram) if most > 0 else None
-        if found is None:
-            state.proposed = []
-            return NO_DRAFT
-        state.match, end = found
-        period = len(seq.tokens) - end
-        # a continuation that reaches the end of the text goes on as a loop of that period
-        state.proposed = [seq.tokens[end + i % period] for i in range(most)]
-        survival, chance = [], 1.0
-        for depth in range(most):
-            place = self._place(state.match + depth)
-            chance *= state.trust.rate(place, TRUST[place])
+        state.proposed, state.classes, survival, chance = [], [], [], 1.0
+        context = seq.tokens[-self.max_ngram :]
+        while len(state.proposed) < most and chance >= LEAST:
+            found = state.index.follow(context, self.min_ngram)
+            if found is None:
+                break
+            match, token, alone = found
+            state.classes.append((match, alone, min(len(state.proposed), 3)))
+            chance *= state.trust.rate(state.classes[-1], TRUST[min(match, len(TRUST)) - 1])
             survival.append(chance)
-        return Draft.chain(state.proposed, survival=survival)
+            state.proposed.append(token)
+            context = [*context, token][-self.max_ngram :]
+        return Draft.chain(state.proposed, survival=survival) if state.proposed else NO_DRAFT
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
         state = self._states.get(seq.id)
         if state is None:
             return
         # what was emitted tells whether a token was right, verified or not
-        for depth, (token, emitted) in enumerate(zip(state.proposed, outcome.emitted, strict=False)):
-            state.trust.learn(self._place(state.match + depth), token == emitted)
+        for token, kind, emitted in zip(state.proposed, state.classes, outcome.emitted, strict=False):
+            state.trust.learn(kind, token == emitted)
             if token != emitted:
                 break
         state.proposed = []
-
-    def _place(self, match: int) -> int:
-        return min(match, len(TRUST)) - 1
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.id, None)
