@@ -40,11 +40,12 @@ class Rates:
         if self.wider is not None:
             self.wider.learn(key, value)
 
-    def fade(self, key: Hashable) -> None:
-        """Let what is known of `key` here age by one observation, so that the prior counts for more."""
+    def fade(self, key: Hashable, keep: float | None = None) -> None:
+        """Let what is known of `key` here age, as by one observation unless `keep` says else: the prior counts for more."""
         if key in self._sums:
             total, count = self._sums[key]
-            self._sums[key] = total * self.forget, count * self.forget
+            keep = self.forget if keep is None else keep
+            self._sums[key] = total * keep, count * keep
 
 
 class Pace:

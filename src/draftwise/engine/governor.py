@@ -24,6 +24,7 @@ from draftwise.types import Draft, Limit
 
 GUESS = 0.6  # acceptance of a drafter of which nothing is known
 DEPTHS = 4  # acceptance is learnt for each depth up to this one, and together for all below
+IDLE = 0.98  # share of what is known of a request's drafter that outlasts a step in which it is not asked
 AHEAD = 8  # rows over which the price of one is taken, since t(n) climbs in steps
 
 
@@ -125,7 +126,7 @@ class Governor:
             known = self._of(choice.seq)
             known.idle[place] = 0 if depth else known.idle.get(place, 0) + 1
             if not depth:
-                known.rates.fade(("right", place, 0))
+                known.rates.fade(("right", place, 0), IDLE)
         shared = worth * seconds / max(sum(map(bool, depths)), 1)
         return [
             limit._replace(depth=depth, node_price=price, level_price=shared) if choice.auto else limit._replace(depth=depth)
@@ -173,13 +174,13 @@ class Governor:
     def _share(self, place: int, choice: Choice, limit: Limit) -> int:
         """Depth to ask where the number of nodes is given: down to the last level that is among the likeliest nodes."""
         nodes = [(chance, 0) for chances in choice.by_depth() for chance in chances]
-        if not nodes:
+        if not nodes or not limit.depth:
             return limit.depth
         has = [min(sum(chances), 1.0) for chances in choice.by_depth()] + [0.0] * limit.depth
         for k, (chance, rows) in enumerate(self._outlook(place, choice, limit.depth)):
             count = max(int(rows + 0.5), 1)
             nodes += [(chance * (1 - has[k]) / count, k + 1)] * count
-        return max(depth for _, depth in sorted(nodes, reverse=True)[: limit.nodes]) if limit.nodes > 0 else 0
+        return max(depth for _, depth in sorted(nodes, reverse=True)[: choice.limit.nodes])
 
     def _try(self, place: int, drafter: Drafter, choices: Seq[Choice], limits: Seq[Limit], depths: list[int]) -> None:
         """Ask for one level where nothing was asked for long, if it is due and affordable."""

@@ -40,34 +40,29 @@ class PassTimes:
     SHARE, MOST = 0.05, 0.2
 
     def __init__(self, table: CostTable) -> None:
-        self.table = table
-        self._measured = table
-        self._slowness = Pace()
-        self._shape = [0.0] * len(table.rows)  # by which the logarithm of each measured time is off
+        self._measured = self._shaped = table
+        self._slowness = Pace()  # over the shaped table
+        self._off = [0.0] * len(table.rows)  # what is added to the logarithm of each measured time
         self._last: tuple[int, float] | None = None
 
     def __call__(self, rows: float) -> float:
         """Seconds of a pass of so many rows, on average where that is no whole number."""
-        return self.table(rows)
+        return self._shaped(rows) * (self._slowness.seconds or 1.0)
 
     def learn(self, rows: int, seconds: float) -> None:
         """Take in a pass that ran."""
         if seconds <= 0:
             return
-        shaped = self._table()
-        self._slowness.learn(seconds / shaped(rows))
+        self._slowness.learn(seconds / self._shaped(rows))
         if self._last is not None and self._last[0] != rows:
             before, took = self._last
-            surprise = math.log(seconds / took) - math.log(shaped(rows) / shaped(before))
+            surprise = math.log(seconds / took) - math.log(self._shaped(rows) / self._shaped(before))
             step = self.SHARE * max(-self.MOST, min(self.MOST, surprise)) / 2
             self._shift(rows, step)
             self._shift(before, -step)
+            times = [time * math.exp(off) for time, off in zip(self._measured.seconds, self._off, strict=True)]
+            self._shaped = CostTable(self._measured.rows, times)
         self._last = rows, seconds
-        self.table = self._table(self._slowness.seconds)
-
-    def _table(self, slowness: float = 1.0) -> CostTable:
-        measured = zip(self._measured.seconds, self._shape, strict=True)
-        return CostTable(self._measured.rows, [seconds * math.exp(off) * slowness for seconds, off in measured])
 
     def _shift(self, rows: int, step: float) -> None:
         """Move the measured sizes next to `rows`, each by its share."""
@@ -75,5 +70,5 @@ class PassTimes:
         place = min(max(bisect_left(sizes, rows), 1), len(sizes) - 1)
         low, high = sizes[place - 1], sizes[place]
         share = min(max((rows - low) / (high - low), 0.0), 1.0)
-        self._shape[place - 1] += (1 - share) * step
-        self._shape[place] += share * step
+        self._off[place - 1] += (1 - share) * step
+        self._off[place] += share * step
