@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,8 @@ from draftwise.drafters.shapes import best_shape, levels
 from draftwise.drafters.trees import Trees
 from draftwise.engine.step import decide
 from draftwise.types import Draft, Drawn, Limit, Outcome, Request, SamplingParams
-from laws import deviation
+from draftwise.verify import verify
+from laws import ExactNoise, World, deviation, law as exact_law
 from table_model import TableModel, engine
 from test_engine import PROMPT, RAGGED, SAMPLING, VOCAB, answer, run
 from test_step_law import OTHER, TARGET, TableModel as LastToken, law, sequence
@@ -221,21 +223,21 @@ def answer_to(prompt, sampling):
 def test_the_same_model_as_draft_is_right_to_the_end_of_every_tree(trees):
     depth = TREES[trees].depth
     for params in ({}, {"temperature": 1.0, "seed": 3}):
-        for verify in ("match", "rejection", "block"):
-            if params and verify != "match" and TREES[trees].draws == "chosen":
+        for rule in ("match", "rejection", "block"):
+            if params and rule != "match" and TREES[trees].draws == "chosen":
                 continue  # what is likeliest is not what the target says
             model = TableModel(VOCAB, memory=0)
             same = drafter(TREES[trees], model=TableModel(VOCAB, memory=0))
-            result = run(same, [PROMPT], model=model, verify=verify, draft_tokens=63, **params)[0]
+            result = run(same, [PROMPT], model=model, verify=rule, draft_tokens=63, **params)[0]
             assert result.stats.tokens_per_step > depth, "one path of full depth is always accepted"
 
 
 def test_trees_give_more_tokens_a_pass_than_a_chain_of_their_depth():
     for params in ({}, {"temperature": 1.0, "seed": 4}):
-        for verify in ("match", "rejection"):
+        for rule in ("match", "rejection"):
 
-            def tokens_per_step(trees, verify=verify, params=params):
-                made = run(drafter(trees), RAGGED, verify=verify, draft_tokens=63, max_tokens=100, **params)
+            def tokens_per_step(trees, rule=rule, params=params):
+                made = run(drafter(trees), RAGGED, verify=rule, draft_tokens=63, max_tokens=100, **params)
                 return sum(r.stats.emitted - 1 for r in made) / sum(r.stats.steps for r in made)
 
             chain = tokens_per_step(Trees(max_tokens=3))
@@ -308,6 +310,49 @@ def test_trees_of_a_draft_model_have_the_law_of_the_target(trees, verify):
     if "priced" in trees:
         assert len(sizes) > 1, "trees differ in size by what was drawn before"
     assert deviation(found, law(params, 3)) < 5
+
+
+def grown_by_what_was_drawn(world: World, chance) -> Draft:
+    """A tree in which every node's children depend on what was drawn in the other branch, down to the third level."""
+    nodes: list[tuple[int, int]] = []  # token, parent
+
+    def prefix(node: int) -> tuple[int, ...]:
+        return () if node < 0 else (*prefix(nodes[node][1]), nodes[node][0])
+
+    rows: dict[int, int] = {}
+
+    def draw(parent: int, count: int) -> list[int]:
+        if count:
+            rows[parent] = len(rows)
+        first = len(nodes)
+        nodes.extend([(chance.choose(world.q(prefix(parent), 0)), parent) for _ in range(count)])
+        return list(range(first, len(nodes)))
+
+    first, second = draw(-1, 2)
+    below_first = draw(first, 2 if nodes[second][0] == 0 else 1)
+    below_second = draw(second, 1 if nodes[first][0] == 1 else 0)
+    if below_second and nodes[below_second[0]][0] == 1:
+        draw(below_first[0], 1)
+    elif nodes[below_first[-1]][0] == 0 and below_second:
+        draw(below_second[0], 1)
+    q = np.array([world.q(prefix(parent), 0) for parent in rows], dtype=object)
+    tokens, parents = zip(*nodes, strict=True)
+    return Draft(tokens, parents, (Drawn.WITH_REPLACEMENT,) * len(nodes), q, tuple(rows[parent] for parent in parents))
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_trees_that_grow_by_what_was_drawn_elsewhere_have_exactly_the_law_of_the_target(rule):
+    for seed in range(3):
+        world = World(seed, vocab=3 if seed else 2, zeros=0.2 * seed)
+
+        def step(chance, world=world):
+            draft = grown_by_what_was_drawn(world, chance)
+            path, token = verify(
+                draft, lambda node: world.p(tuple(draft.tokens[n] for n in draft.path(node))), rule, ExactNoise(chance)
+            )
+            return (*(draft.tokens[node] for node in path), token)
+
+        assert world.extended(exact_law(step), 4) == world.sequences(4)
 
 
 def test_dropping_drawn_nodes_for_their_rank_would_not_have_that_law():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from draftwise.engine.governor import CostTable
+from draftwise.engine.passes import CostTable
 from draftwise.models.base import Model
 from draftwise.types import Feed
 

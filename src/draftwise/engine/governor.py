@@ -18,7 +18,7 @@ from typing import NamedTuple
 from draftwise.drafters.averages import Rates, level
 from draftwise.drafters.base import Drafter
 from draftwise.engine.merge import Merged, Offer, merge, weighed
-from draftwise.engine.passes import FLAT, CostTable as CostTable, PassTimes
+from draftwise.engine.passes import FLAT, CostTable, PassTimes
 from draftwise.sequence import Sequence
 from draftwise.types import Draft, Limit
 
