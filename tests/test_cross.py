@@ -498,6 +498,23 @@ def target_law(length: int, number: Callable[[Tensor], Iterable]) -> dict[tuple[
     return found
 
 
+@pytest.mark.parametrize("method", ["intersection", "text"])
+def test_the_end_of_what_a_draft_says_is_the_targets_end(method: str) -> None:
+    target = byte_level(["a b"], eos_tokens=[2])
+    draft = byte_level([], seed=1, specials=("<end>",))
+    end = draft.token_id("<end>")
+    draft = byte_level([], seed=1, specials=("<end>",), eos_tokens=[end])
+    table = torch.zeros(draft.size, draft.size)
+    for before, after in (("a", "b"), ("b", "c"), ("c", "<end>")):
+        table[draft.token_id(before), draft.token_id(after)] = 9.0
+    settings = {"target": target, "draft": draft, "vocab": target.size, "context": 64, "max_batch": 1, "method": method}
+    drafter = CrossDrafter(Bigrams(table), trees=Trees(max_tokens=3), **settings)
+    seq = sequence(SamplingParams(), prompt=(target.token_id("a"),))
+    (made,) = drafter.propose([seq], [Limit(3, 3)])
+    assert made.tokens == (target.token_id("b"), target.token_id("c"), 2)
+    assert made.survival == tuple(sorted(made.survival, reverse=True))
+
+
 @pytest.mark.parametrize("shape", [{}, {"min_confidence": 0.35}, {"tree": "2"}], ids=str)
 @pytest.mark.parametrize("method", ["intersection", "text"])
 @pytest.mark.parametrize("rule", ["rejection", "block"])
