@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from passes import logits, path, random_tree, read, scattered, text
-from tiny import ARCHITECTURES, tiny_checkpoint
 
 from draftwise.checkpoint import open_checkpoint
 from draftwise.models import load_model, native_architectures
@@ -18,6 +16,8 @@ from draftwise.models.base import Model
 from draftwise.models.linear import WeightKind
 from draftwise.models.transformers import TransformersModel
 from draftwise.types import Feed
+from passes import logits, path, random_tree, read, scattered, text
+from tiny import ARCHITECTURES, tiny_checkpoint
 
 CPU = torch.device("cpu")
 NATIVE = native_architectures()
