@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
+import draftwise as dw
 from adversaries import Oracle, RandomTree, Sampled
+from draftwise.cli import main
 from draftwise.drafters import drafter_labels, parse_drafters
 from draftwise.drafters.base import Drafter
 from draftwise.drafters.model import ModelDrafter
@@ -23,6 +26,7 @@ from laws import CHAIN, CHOSEN, LEAF, WITH, WITHOUT, ExactNoise, Group, World, d
 from table_model import TableModel, built, engine
 from test_engine import PROMPT, RAGGED, SAMPLING, VOCAB, answer, run
 from test_step_law import OTHER, TARGET, TableModel as LastToken, law
+from tiny import tiny_checkpoint
 
 # merging
 
@@ -320,6 +324,46 @@ def test_a_drafter_without_a_file_of_weights_by_name_beside_another():
     model = TableModel(VOCAB)
     both = [built("ngram", model, model.new_cache(64), max_tokens=4), built("none", model, model.new_cache(64))]
     assert run(both, [PROMPT])[0].tokens == answer()
+
+
+# on real arithmetic, and from the command line
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return str(tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama"))
+
+
+@pytest.mark.parametrize("weights", [{"dtype": "bf16"}, {"quantize": "int4"}], ids=str)
+def test_trees_and_several_drafters_say_the_same_on_real_arithmetic(tiny, weights):
+    plain = dw.load(tiny, **weights)
+    prompts = ["one two three one two three one two", "a", "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n    return"]
+    settings = {
+        f"ngram,model:{tiny}": {"tree": "dynamic", "max_nodes": 8, "beam": 3, "model.max_tokens": 4},
+        f"model:{tiny},model:{tiny}": {"model1.tree": "3,2", "model2.max_tokens": 3},
+        f"model:{tiny}": {"tree": "sequoia", "max_tokens": 3},
+    }
+    for drafter, options in settings.items():
+        drafted = plain.using(drafter, options=options, draft_quantize="int8")
+        for params in ({}, {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1, "seed": 2}):
+            asked = {"raw": True, "max_tokens": 24, "ignore_eos": True, **params}
+            alone = [plain.generate(prompt, **asked).tokens for prompt in prompts]
+            for draft_tokens in (None, 9):
+                together = drafted.generate(prompts, draft_tokens=draft_tokens, **asked)
+                assert [result.tokens for result in together] == alone
+            assert together[0].stats.drafted > 0 and together[0].drafter == ",".join(drafter_labels(drafter).values())
+
+
+def test_several_drafters_from_the_command_line(tiny, capsys):
+    run = ["--model", tiny, "--max-tokens", "12", "--raw", "--json", "-o", "model.tree=2,1", "-o", "max_ngram=3"]
+    assert main(["generate", "one two one two", "--drafter", f"ngram,model:{tiny}", *run]) == 0
+    assert json.loads(capsys.readouterr().out)["stats"]["drafter"] == "ngram,model"
+    compared = ["--drafters", f"ngram,ngram+model:{tiny}", "--limit", "1", *run]
+    assert main(["bench", *compared]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["options"] for run in runs] == [{}, {"max_ngram": "3"}, {"model.tree": "2,1", "max_ngram": "3"}]
+    assert main(["generate", "x", "--drafter", "ngram,model:x", "-o", "max_tokens=3"]) == 2
+    assert "say which: ngram.max_tokens, model.max_tokens" in capsys.readouterr().err
 
 
 # naming them

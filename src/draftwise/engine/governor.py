@@ -15,16 +15,14 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
-from draftwise.drafters.averages import Rates, level
+from draftwise.drafters.averages import Rates
 from draftwise.drafters.base import Drafter
+from draftwise.engine.experience import Experience
 from draftwise.engine.merge import Merged, Offer, merge, weighed
 from draftwise.engine.passes import FLAT, CostTable, PassTimes
 from draftwise.sequence import Sequence
 from draftwise.types import Draft, Limit
 
-GUESS = 0.6  # acceptance of a drafter of which nothing is known
-DEPTHS = 4  # acceptance is learnt for each depth up to this one, and together for all below
-IDLE = 0.98  # share of what is known of a request's drafter that outlasts a step in which it is not asked
 AHEAD = 8  # rows over which the price of one is taken, since t(n) climbs in steps
 
 
@@ -67,14 +65,12 @@ class Choice:
         return found
 
 
-@dataclass(slots=True, eq=False)
-class _Known:
-    """What is known of one request."""
+@dataclass(slots=True)
+class _Use:
+    """A request's use of a drafter: the steps since it was asked, and whether its last draft began right."""
 
-    rates: Rates
-    said: Rates
-    idle: dict[int, int] = field(default_factory=dict)  # per drafter: steps since it was asked
-    curious: set[int] = field(default_factory=set)  # drafters whose last draft began right
+    idle: int = 0
+    curious: bool = False
 
 
 class Governor:
@@ -90,11 +86,9 @@ class Governor:
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
         self.times, self.most_rows = PassTimes(cost), most_rows
-        self._rates = Rates(weight=4.0, forget=0.98)
-        self._said = Rates(weight=8.0, forget=0.995)
-        self._known: dict[int, _Known] = {}
+        self._experience = Experience()
         self._speed = Rates(weight=8.0, forget=0.99)
-        self._output = Rates(weight=2.0, forget=0.9)
+        self._uses: dict[int, dict[int, _Use]] = {}  # by request and drafter
         self._allowance = 0.0  # seconds that trying may take
 
     # before drafting
@@ -123,10 +117,10 @@ class Governor:
         if not any(depths):
             self._try(place, drafter, choices, limits, depths)
         for choice, depth in zip(choices, depths, strict=True):
-            known = self._of(choice.seq)
-            known.idle[place] = 0 if depth else known.idle.get(place, 0) + 1
+            use = self._use(place, choice.seq)
+            use.idle = 0 if depth else use.idle + 1
             if not depth:
-                known.rates.fade(("right", place, 0), IDLE)
+                self._experience.passed_over(place, choice.seq)
         shared = worth * seconds / max(sum(map(bool, depths)), 1)
         return [
             limit._replace(depth=depth, node_price=price, level_price=shared) if choice.auto else limit._replace(depth=depth)
@@ -144,7 +138,7 @@ class Governor:
         without = sums[taken] - cost(taken)
         beside, alone, read = sums[taken], 0.0, 0.0
         gains, runs = [0.0], []
-        for k, (chance, rows) in enumerate(self._outlook(place, choice, depth)):
+        for k, (chance, rows) in enumerate(self._experience.outlook(place, choice.seq, depth)):
             beside += chance * (1 - has[k])
             alone += chance
             read += rows
@@ -153,23 +147,10 @@ class Governor:
             runs.append(min(rows, 1.0))
         return _Bid(gains, runs)
 
-    def _outlook(self, place: int, choice: Choice, depth: int) -> list[tuple[float, float]]:
-        """Per depth the chance that a drafter is right down to it, and the nodes that it has there."""
-        rates = self._of(choice.seq).rates
-        outlook, chance, right, rows = [], 1.0, GUESS, 1.0
-        for k in range(depth):
-            right = rates.rate(("right", place, min(k, DEPTHS)), right)
-            rows = rates.rate(("rows", place, min(k, DEPTHS)), rows)
-            chance *= right
-            outlook.append((chance, rows))
-        return outlook
-
     def _extra(self, place: int, drafter: Drafter, choice: Choice, worth: float) -> float:
         """What a drafter costs for each token beyond its passes: catching up is spread over what may still be said."""
-        said = len(choice.seq.tokens) - choice.seq.prompt_length
-        left = min(max(self._output.rate("tokens", 256.0) - said, 64.0), choice.seq.room)
-        margin = self.MARGIN if self._of(choice.seq).idle.get(place, 0) else -self.MARGIN
-        return worth * drafter.seconds_to_catch_up(choice.seq) / max(left, 1.0) + margin
+        late = drafter.seconds_to_catch_up(choice.seq) / self._experience.tokens_left(choice.seq)
+        return worth * late + (self.MARGIN if self._use(place, choice.seq).idle else -self.MARGIN)
 
     def _share(self, place: int, choice: Choice, limit: Limit) -> int:
         """Depth to ask where the number of nodes is given: down to the last level that is among the likeliest nodes."""
@@ -177,18 +158,18 @@ class Governor:
         if not nodes or not limit.depth:
             return limit.depth
         has = [min(sum(chances), 1.0) for chances in choice.by_depth()] + [0.0] * limit.depth
-        for k, (chance, rows) in enumerate(self._outlook(place, choice, limit.depth)):
+        for k, (chance, rows) in enumerate(self._experience.outlook(place, choice.seq, limit.depth)):
             count = max(int(rows + 0.5), 1)
             nodes += [(chance * (1 - has[k]) / count, k + 1)] * count
         return max(depth for _, depth in sorted(nodes, reverse=True)[: choice.limit.nodes])
 
     def _try(self, place: int, drafter: Drafter, choices: Seq[Choice], limits: Seq[Limit], depths: list[int]) -> None:
         """Ask for one level where nothing was asked for long, if it is due and affordable."""
-        due = [
-            (self._of(choice.seq).idle.get(place, 0), i)
-            for i, (choice, limit) in enumerate(zip(choices, limits, strict=True))
-            if choice.auto and limit.depth > 0 and self._due(place, choice)
-        ]
+        due = []
+        for i, (choice, limit) in enumerate(zip(choices, limits, strict=True)):
+            use = self._use(place, choice.seq)
+            if choice.auto and limit.depth > 0 and (use.curious or use.idle >= self.PROBE_EVERY):
+                due.append((use.idle, i))
         if not due:
             return
         _, i = max(due)
@@ -198,27 +179,11 @@ class Governor:
             self._allowance -= cost
             depths[i] = 1
 
-    def _due(self, place: int, choice: Choice) -> bool:
-        known = self._of(choice.seq)
-        return place in known.curious or known.idle.get(place, 0) >= self.PROBE_EVERY
-
     # after drafting
 
     def weigh(self, place: int, choice: Choice) -> None:
-        """Estimate the chances of a draft that came: what it says of itself, corrected by what came of such sayings."""
-        draft = choice.drafts[place]
-        chances: list[float] = []
-        if draft.survival is None:
-            depths = draft.depths()
-            outlook = self._outlook(place, choice, max(depths, default=0))
-            chances = [outlook[depth - 1][0] / depths.count(depth) for depth in depths]
-        else:
-            rates = self._of(choice.seq).said
-            for said, parent in zip(draft.survival, draft.parents, strict=True):
-                above, before = (chances[parent], draft.survival[parent]) if parent >= 0 else (1.0, 1.0)
-                alone = min(said / before, 1.0) if before > 0 else 0.0
-                chances.append(above * rates.rate((place, level(alone)), alone))
-        choice.chances[place] = chances
+        """Estimate what the draft that came from a drafter is worth."""
+        choice.chances[place] = self._experience.chances(place, choice.seq, choice.drafts[place])
 
     def choose(self, choices: Seq[Choice], load: Load) -> list[Draft]:
         """What to verify of the drafts that came."""
@@ -250,49 +215,21 @@ class Governor:
         ]
 
     def _merged(self, choice: Choice, price: float) -> Merged:
-        offers = []
+        offers, rule = [], choice.seq.request.verify
         for place, draft in choice.drafts.items():
             chances, whole = choice.chances[place], draft.survival is None
-            if not whole or place in choice.asked or not choice.auto or sum(chances) > price * len(draft):
+            optional = whole and choice.auto and place not in choice.asked and not weighed(draft, rule)
+            if not optional or sum(chances) > price * len(draft):
                 offers.append(Offer(replace(draft, survival=tuple(chances)), whole))
-        return merge(offers, choice.seq.request.verify)
+        return merge(offers, rule)
 
     # afterwards
 
     def learn(self, choice: Choice, emitted: Seq[int]) -> None:
         """Take in what came of a request's drafts, and of those that were not verified what would have come."""
-        known = self._of(choice.seq)
         for place, draft in choice.drafts.items():
-            path = draft.follow(emitted)
-            if draft.survival is not None:
-                self._learn_said(known.said, place, draft, path, len(emitted))
-            if draft.survival is None or place in choice.asked:
-                self._learn_depths(known.rates, place, draft, choice.asked.get(place), len(path), len(emitted))
-            known.curious.discard(place)
-            if path:
-                known.curious.add(place)
-
-    def _learn_depths(self, rates: Rates, place: int, draft: Draft, asked: Limit | None, right: int, reached: int) -> None:
-        """A draft that ended early for want of confidence counts as wrong there, and as having cost no row below."""
-        depths = draft.depths()
-        deepest = max(depths, default=0) if asked is None else asked.depth
-        for k in range(deepest):
-            rates.learn(("rows", place, min(k, DEPTHS)), depths.count(k + 1))
-            if k <= right and k < reached:
-                rates.learn(("right", place, min(k, DEPTHS)), k < right)
-        for k in range(deepest, DEPTHS + 1):  # what was not tried for long is taken to be like the depth above
-            rates.fade(("right", place, k))
-            self._rates.fade(("right", place, k))
-
-    def _learn_said(self, rates: Rates, place: int, draft: Draft, path: Seq[int], reached: int) -> None:
-        assert draft.survival is not None
-        depth_of = {-1: 0} | {node: depth for depth, node in enumerate(path, 1)}
-        right = set(path)
-        for node, parent in enumerate(draft.parents):
-            if depth_of.get(parent, reached) < reached:
-                before = draft.survival[parent] if parent >= 0 else 1.0
-                alone = min(draft.survival[node] / before, 1.0) if before > 0 else 0.0
-                rates.learn((place, level(alone)), node in right)
+            asked = choice.asked[place].depth if place in choice.asked else None
+            self._use(place, choice.seq).curious = self._experience.learn(place, choice.seq, draft, asked, emitted)
 
     def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float) -> None:
         """Take in a pass of decoding requests alone; `drafting`: the seconds that its drafts should have taken."""
@@ -304,14 +241,11 @@ class Governor:
 
     def forget(self, seq: Sequence) -> None:
         """The request ended."""
-        if self._known.pop(seq.id, None) is not None:
-            self._output.learn("tokens", len(seq.tokens) - seq.prompt_length)
+        self._experience.forget(seq)
+        self._uses.pop(seq.id, None)
 
-    def _of(self, seq: Sequence) -> _Known:
-        if seq.id not in self._known:
-            rates, said = Rates(self._rates, weight=3.0, forget=0.95), Rates(self._said, weight=8.0, forget=0.98)
-            self._known[seq.id] = _Known(rates, said)
-        return self._known[seq.id]
+    def _use(self, place: int, seq: Sequence) -> _Use:
+        return self._uses.setdefault(seq.id, {}).setdefault(place, _Use())
 
     def _worth(self, load: Load) -> float:
         """Tokens that a second is worth."""
