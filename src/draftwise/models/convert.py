@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from draftwise.models.layers import by_rows
 from draftwise.models.linear import GROUP, Dense, Linear, RowRules, WeightKind, make_linear
 
 EXPERTS = "draftwise"
+ELEMENTWISE = (torch.sigmoid, Tensor.sigmoid, F.silu, F.gelu, F.softplus)
+ACTIVATIONS = (nn.SiLU, nn.GELU, nn.ReLU, nn.Sigmoid, nn.Tanh, nn.Mish, nn.Hardswish, nn.Softplus)
 
 
 @dataclass(slots=True)
@@ -52,6 +56,8 @@ def convert(model: nn.Module, kind: WeightKind, device: torch.device, *, foreign
             _replace(model, path, RowLinear(_product(weight, module.bias, kind, device, products), weight.dtype, device))
         elif _is_experts(module):
             _take_experts(module, kind, device, products)
+        elif type(module).__module__ == "transformers.activations" or isinstance(module, ACTIVATIONS):
+            module.forward = partial(by_rows, module.forward)
         elif foreign and hasattr(module, "in_features") and hasattr(module, "out_features"):
             linear = products.settled(Foreign(module.to(device)), kind.dtype, device)
             _replace(model, path, RowLinear(linear, kind.dtype, device))
@@ -59,7 +65,7 @@ def convert(model: nn.Module, kind: WeightKind, device: torch.device, *, foreign
             if kind.quantize:
                 products.kept[type(module).__name__] = "computes by itself"
             products.nbytes += sum(p.nbytes for p in module.parameters(recurse=False))
-            module.forward = _ruled(module.forward, products)
+            module.forward = _ruled(module.forward, products.rules)
     model.to(device)
     return products
 
@@ -99,29 +105,28 @@ class Foreign(Linear):
         return sum(tensor.nbytes for tensor in (*self.module.parameters(), *self.module.buffers()))
 
 
-class _RowRuled(TorchFunctionMode):
-    """While this is on, F.linear goes through the row rule of its shape."""
+class RowRuled(TorchFunctionMode):
+    """While this is on, products and activations that modules compute by themselves go by rows too."""
 
-    def __init__(self, products: Products, name: str) -> None:
+    def __init__(self, rules: RowRules) -> None:
         super().__init__()
-        self.products, self.name = products, name
+        self.rules = rules
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is F.linear:
-            x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+            x, weight, bias = (*args, *kwargs.values(), None)[:3]
             linear = Dense(weight, bias)
-            self.products.rules.settle(linear, weight.dtype, weight.device)
+            self.rules.settle(linear, weight.dtype, weight.device)
             return linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-        if func in (torch.matmul, torch.bmm, torch.einsum, torch.mm, Tensor.matmul, Tensor.__matmul__):
-            self.products.kept[self.name] = "multiplies by itself, so that rows may depend on their neighbours"
-        return func(*args, **(kwargs or {}))
+        if func in ELEMENTWISE and args and args[0].dim():
+            return by_rows(lambda x: func(x, *args[1:], **kwargs), args[0])
+        return func(*args, **kwargs)
 
 
-def _ruled(forward: Callable[..., Any], products: Products) -> Callable[..., Any]:
-    name = type(forward.__self__).__name__  # type: ignore[attr-defined]
-
+def _ruled(forward: Callable[..., Any], rules: RowRules) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _RowRuled(products, name):
+        with RowRuled(rules):
             return forward(*args, **kwargs)
 
     return run

@@ -7,7 +7,7 @@ Shapes: N rows, H query heads, K key/value heads, G = H / K, D head size, T cach
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwise.cache import BLOCK, KVCache
+from draftwise.models.rows import RowRule
 from draftwise.types import Batch, ModelConfig, Span, Tree
 
 SPELLED_ROWS = 32
+GRAIN, LANES = 16384, 64
+"""Numbers that torch's loops on CPU take in one piece, and a multiple of those that they take at a time."""
+
 ROW_MULTIPLE = 4
 """Query rows a span is padded to: with whole blocks of keys, what makes torch's attention on CPU row-invariant."""
 
@@ -25,6 +29,20 @@ ROW_MULTIPLE = 4
 def rms_norm(x_NC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, in float32 inside."""
     return F.rms_norm(x_NC.float(), weight_C.shape, weight_C.float(), eps).to(x_NC.dtype)
+
+
+def by_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x [..., C] whose bits do not depend on the rows beside a row.
+
+    On CPU the end of a piece that is no whole number of vectors goes through another routine than the rest, whose
+    exponential differs in the last bit. So pieces are made of whole rows, padded, and never split between threads.
+    """
+    if x.device.type != "cpu":
+        return function(x)
+    width = x.shape[-1]
+    multiple = LANES // math.gcd(width, LANES)
+    rule = RowRule(multiple, GRAIN // (width * multiple) * multiple) if width * multiple <= GRAIN else RowRule(1, 1)
+    return rule(function, x.reshape(-1, width).contiguous()).view(x.shape)
 
 
 class Rotary:

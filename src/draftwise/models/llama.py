@@ -6,7 +6,7 @@ Shapes: N rows, C hidden width, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,17 @@ from torch import Tensor
 from draftwise.cache import KVCache
 from draftwise.models.base import Model, WeightSource
 from draftwise.models.fused import build_fused, runs_fused
-from draftwise.models.layers import AttentionMasks, Rotary, attend, rms_norm
+from draftwise.models.layers import AttentionMasks, Rotary, attend, by_rows, rms_norm
 from draftwise.models.linear import Embedding, Linear, WeightKind
 from draftwise.models.loader import Loader, describe
 from draftwise.types import Batch, Hidden, ModelConfig, Tap
 
-ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class Layer:
@@ -47,7 +52,7 @@ class Layer:
         x_NC = rms_norm(x_NC, self.input_norm_C, eps)
         projected = torch.cat([part(x_NC) for part in self.query_key_value], -1)
         heads_NHD = projected.view(len(batch), -1, config.head_dim)
-        q_NHD, k_NKD, v_NKD = heads_NHD.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        q_NHD, k_NKD, v_NKD = torch.split(heads_NHD, [config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
         if self.query_norm_D is not None and self.key_norm_D is not None:
             q_NHD, k_NKD = rms_norm(q_NHD, self.query_norm_D, eps), rms_norm(k_NKD, self.key_norm_D, eps)
         q_NHD, k_NKD = rotary.apply(q_NHD, tables), rotary.apply(k_NKD, tables)
@@ -57,7 +62,7 @@ class Layer:
     def feed_forward(self, x_NC: Tensor) -> Tensor:
         x_NC = rms_norm(x_NC, self.feed_norm_C, self.config.norm_eps)
         gate, up = torch.cat([part(x_NC) for part in self.gate_up], -1).chunk(2, dim=-1)
-        return self.down(self.activation(gate) * up)
+        return self.down(by_rows(self.activation, gate) * up)
 
 
 class LlamaModel:

@@ -7,7 +7,7 @@ products, which are ours. Shapes: N rows, C hidden width, H query heads, K key/v
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from draftwise.cache import KVCache
 from draftwise.checkpoint import Checkpoint
 from draftwise.models.anatomy import Anatomy, Refused, examine, final_hidden, head_logits, head_of, swapped
-from draftwise.models.convert import Products, convert
+from draftwise.models.convert import Products, RowRuled, convert
 from draftwise.models.layers import AttentionMasks, attend
 from draftwise.models.linear import WeightKind
+from draftwise.models.rows import RowRule
 from draftwise.types import Batch, Feed, Hidden, ModelConfig, Tap
 
 ATTENTION = "draftwise"
@@ -70,19 +71,17 @@ class TransformersModel:
         dtype: torch.dtype,
         device: torch.device,
         layers: Sequence[int] | None = None,
+        ruled: bool = False,
     ) -> None:
         self.config, self.device, self.dtype = config, device, dtype
         self.weights = _describe(products)
         self.weight_bytes = products.nbytes
+        self.row_report = products.rules.report()
         self._model, self._anatomy, self._products = model, anatomy, products
         self._layers = list(range(config.num_layers) if layers is None else sorted(set(layers)))
+        self._ruled = ruled  # every product and activation of a pass by rows, which costs some time
         self._base = model.get_submodule(anatomy.base)
         self._head = head_of(model, anatomy.base)
-
-    @property
-    def row_report(self) -> list[tuple[str, int, int, str]]:
-        """Kernel, inputs, outputs and what the probe found, for people."""
-        return self._products.rules.report()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
@@ -91,7 +90,8 @@ class TransformersModel:
         tapped: dict[Tap, Tensor] = {}
         windows = self._anatomy.windows
         now = _Pass(batch, cache, AttentionMasks(batch, cache, windows, heads=self._anatomy.heads), windows)
-        with self._listening(taps, tapped):
+        ruled = RowRuled(self._products.rules) if self._ruled else nullcontext()
+        with self._listening(taps, tapped), ruled:
             final = final_hidden(self._base, batch.tokens_N, batch.positions_N, draftwise_pass=now)
         if "final_norm" in taps:
             tapped["final_norm"] = final
@@ -122,7 +122,14 @@ class TransformersModel:
         ]
         model = swapped(self._model, self._anatomy.layers.split("."), nn.ModuleList(kept))
         return TransformersModel(
-            model, self._anatomy, self.config, self._products, dtype=self.dtype, device=self.device, layers=sorted(chosen)
+            model,
+            self._anatomy,
+            self.config,
+            self._products,
+            dtype=self.dtype,
+            device=self.device,
+            layers=sorted(chosen),
+            ruled=self._ruled,
         )
 
     @contextmanager
@@ -215,8 +222,12 @@ def build(checkpoint: Checkpoint, kind: WeightKind, device: torch.device) -> Tra
     )
     foreign = checkpoint.quantization is not None and not getattr(settings["quantization_config"], "dequantize", False)
     products = convert(model, kind, device, foreign=foreign)
-    built = TransformersModel(model, anatomy, found, products, dtype=kind.dtype, device=device)
-    _check_rows_stand_alone(built)
+    for ruled in (False, True):
+        built = TransformersModel(model, anatomy, found, products, dtype=kind.dtype, device=device, ruled=ruled)
+        same = _rows_stand_alone(built)
+        if same:
+            break
+    built.row_report.append(("whole pass", int(config.hidden_size), anatomy.vocab_size, RowRule(invariant=same).describe()))
     return built
 
 
@@ -259,20 +270,25 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_rows_stand_alone(model: TransformersModel) -> None:
-    """Read a few tokens whole, then in parts beside another text: rows that differ hold a state we know nothing of."""
-    tokens = [(7 * i + 3) % model.config.vocab_size for i in range(8)]
-    whole, parts = model.new_cache(64), model.new_cache(64)
+def _rows_stand_alone(model: TransformersModel) -> bool:
+    """Read a text whole, then in parts beside another one: True where every row comes out bit for bit alike.
+
+    Raises Refused where rows come out as others altogether: they hold a state we know nothing of.
+    """
+    tokens = [(7 * i + 3) % model.config.vocab_size for i in range(41)]
+    whole, parts = model.new_cache(len(tokens)), model.new_cache(4 * len(tokens))
     expected = model.forward(whole.pack([Feed.chain(whole.alloc(), tokens)]), whole).final
     other, slot = parts.alloc(), parts.alloc()
     found = []
-    for some in (tokens[:3], tokens[3:]):
-        batch = parts.pack([Feed.chain(other, some[::-1]), Feed.chain(slot, some)])
-        found.append(model.forward(batch, parts).final[len(some) :])
-        parts.commit(other, range(len(some)))
-        parts.commit(slot, range(len(some)))
-    if (torch.cat(found).float() - expected.float()).norm() > 0.1 * expected.float().norm():
+    for start, stop in ((0, 1), (1, 3), (3, 10), (10, 11), (11, 30), (30, 41)):
+        feeds = [Feed.chain(other, tokens[start:stop][::-1]), Feed.chain(slot, tokens[start:stop])]
+        found.append(model.forward(parts.pack(feeds), parts).final[stop - start :])
+        for fed in (other, slot):
+            parts.commit(fed, range(stop - start))
+    rows = torch.cat(found)
+    if (rows.float() - expected.float()).norm() > 0.1 * expected.float().norm():
         raise Refused(model.config.architecture, "a row of theirs depends on more than the tokens before it")
+    return torch.equal(rows, expected)
 
 
 def _describe(products: Products) -> str:
