@@ -99,7 +99,7 @@ class Automaton:
             return 0, []
         favourite = self._favourite[state]
         total = sum([count[after] for after in nexts.values()]) if len(nexts) <= NEWEST else count[state]
-        if most == 1:
+        if most == 1 or len(nexts) == 1:
             return total, [(favourite, count[nexts[favourite]])]
         newest = islice(reversed(nexts), NEWEST)
         looked_at = [favourite, *(token for token in newest if token != favourite)]

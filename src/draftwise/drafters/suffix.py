@@ -102,8 +102,8 @@ def _append(automaton: Automaton, text: Seq[int]) -> None:
         end = automaton.append(end, token)
 
 
-LOOKS = 6
-"""Matches looked at for one place, the longest first."""
+LOOKS, ENOUGH = 6, 0.3
+"""For one place as many matches are looked at, the longest first, until less chance than this is left."""
 
 
 class _Text:
@@ -162,6 +162,8 @@ class _Sources:
                     if len(found) == self.width:
                         return
                 left *= 1 - share(total, total, longest)
+                if left < ENOUGH:
+                    return
             matches[source] = self.automata[source].shorter(matches[source])
 
 
