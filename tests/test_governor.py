@@ -61,7 +61,7 @@ def requests(count: int, tokens: int, *, prompt: int = 3, **options) -> list[Req
 @pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 0.5])
 def test_regret_against_the_best_length_is_below_five_percent(seconds, cost):
-    for alpha in (0.0, 0.2, 0.5, 0.8, 0.95):
+    for alpha in (0.0, 0.3, 0.6, 0.9):
         made, target, _ = simulated(lambda said, depth, alpha=alpha: alpha, COSTS[cost], seconds=seconds)
         made.generate(requests(1, 600))
         expected = sum(alpha**k for rows in target.sizes[1:] for k in range(rows))  # free of the luck of single draws
@@ -91,8 +91,8 @@ def test_no_cliff_and_no_oscillation_when_acceptance_steps(seconds):
     found = windows(lambda said, depth: 0.9 if said // phase % 2 == 0 else 0.1, seconds, 4 * phase, size)
     first_of_phase = range(0, len(found), phase // size)
     for i, share in enumerate(found):
-        assert share > (0.5 if i in first_of_phase else 0.75), f"window {i}: {found}"
-    assert sum(found) / len(found) > 0.93
+        assert share > (0.6 if i in first_of_phase else 0.85), f"window {i}: {found}"
+    assert sum(found) / len(found) > 0.95
 
 
 def test_a_drafter_that_does_not_pay_is_asked_rarely_and_at_once_again_when_it_does():
@@ -120,7 +120,7 @@ def test_a_drafter_that_does_not_pay_is_asked_rarely_and_at_once_again_when_it_d
 @pytest.mark.parametrize("catching_up", [0.0, 0.01, 0.1])
 def test_where_nothing_can_be_gained_it_is_hardly_slower_than_plain(catching_up, batch):
     """The draft's prompts are read on its own time; a drafter that is never right reads few of them."""
-    for alpha in (0.0, 0.25):
+    for alpha in (0.0, 0.25) if catching_up else (0.1,):
         times = []
         for drafters in (True, False):
             made, target, _ = simulated(

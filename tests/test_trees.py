@@ -201,10 +201,10 @@ def test_a_pace_takes_no_notice_of_hiccups_and_follows_what_lasts():
 # with a draft model in the engine
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sampling", ["greedy", "nucleus", "everything", "masked"])
 @pytest.mark.parametrize("trees", TREES)
 def test_same_tokens_alone_and_in_a_ragged_batch(trees, sampling):
-    params = {**SAMPLING[sampling], "max_tokens": 24}
+    params = {**SAMPLING[sampling], "max_tokens": 16}
     plain = [answer_to(prompt, sampling) for prompt in RAGGED]
     for draft_tokens in (None, 6):
         together = run(drafter(TREES[trees]), RAGGED, draft_tokens=draft_tokens, **params)
@@ -216,7 +216,7 @@ def test_same_tokens_alone_and_in_a_ragged_batch(trees, sampling):
 def answer_to(prompt, sampling):
     from draftwise.drafters.none import NoDrafter
 
-    return run(NoDrafter(), [prompt], **{**SAMPLING[sampling], "max_tokens": 24})[0].tokens
+    return run(NoDrafter(), [prompt], **{**SAMPLING[sampling], "max_tokens": 16})[0].tokens
 
 
 @pytest.mark.parametrize("trees", TREES)
@@ -293,7 +293,7 @@ def test_trees_of_a_draft_model_have_the_law_of_the_target(trees, verify):
     made = ModelDrafter(LastToken(OTHER), vocab=3, context=64, max_batch=1, trees=LAW_TREES[trees])
     limit = Limit(9, 3, 0.05, 0.3) if "priced" in trees else Limit(9, 3)
     sizes = Counter()
-    for seed in range(700):
+    for seed in range(350):
         params = SamplingParams(temperature=0.8, repetition_penalty=1.4, frequency_penalty=0.5, seed=seed, max_tokens=9)
         seq = sequence(params, verify=verify)
         while len(seq.output) < 3:

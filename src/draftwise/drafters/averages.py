@@ -21,11 +21,18 @@ class Rates:
     """Mean values by key, as ratios of sums that forget. A key of little evidence leans on `wider`, and that on a guess.
 
     `weight`: observations that the prior counts for. `forget`: what an observation still counts after the next one.
+    `alert`: the same for a shorter memory; where that finds something else than chance explains, the longer one starts
+    anew from it. For values between 0 and 1.
     """
 
-    def __init__(self, wider: Rates | None = None, *, weight: float = 3.0, forget: float = 0.95) -> None:
-        self.wider, self.weight, self.forget = wider, weight, forget
+    SURPRISE = 3.0  # standard deviations between the two memories
+
+    def __init__(
+        self, wider: Rates | None = None, *, weight: float = 3.0, forget: float = 0.95, alert: float | None = None
+    ) -> None:
+        self.wider, self.weight, self.forget, self.alert = wider, weight, forget, alert
         self._sums: dict[Hashable, tuple[float, float]] = {}  # of values, of observations
+        self._late: dict[Hashable, tuple[float, float]] = {}  # the same in the shorter memory
 
     def rate(self, key: Hashable, guess: float) -> float:
         """The mean under `key`; `guess` where nothing is known."""
@@ -35,8 +42,10 @@ class Rates:
 
     def learn(self, key: Hashable, value: float) -> None:
         """Count one observation, here and in what is wider."""
-        total, count = self._sums.get(key, (0.0, 0.0))
-        self._sums[key] = total * self.forget + value, count * self.forget + 1
+        self._sums[key] = _add(self._sums.get(key), value, self.forget)
+        if self.alert is not None:
+            self._late[key] = _add(self._late.get(key), value, self.alert)
+            self._compare(key, self.alert)
         if self.wider is not None:
             self.wider.learn(key, value)
 
@@ -46,6 +55,18 @@ class Rates:
             total, count = self._sums[key]
             keep = self.forget if keep is None else keep
             self._sums[key] = total * keep, count * keep
+
+    def _compare(self, key: Hashable, alert: float) -> None:
+        (total, count), (late, latest) = self._sums[key], self._late[key]
+        mean = (total + 0.5) / (count + 1)  # never quite 0 or 1
+        spread = mean * (1 - mean) * (1 - alert) / (1 + alert)  # of the shorter memory's mean, when it is full
+        if count > latest and abs(late / latest - total / count) > self.SURPRISE * math.sqrt(max(spread, 0.0)):
+            self._sums[key] = late, latest
+
+
+def _add(sums: tuple[float, float] | None, value: float, forget: float) -> tuple[float, float]:
+    total, count = sums or (0.0, 0.0)
+    return total * forget + value, count * forget + 1
 
 
 class Pace:

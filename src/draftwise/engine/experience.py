@@ -30,26 +30,26 @@ class Level(NamedTuple):
 class _Known:
     """What one request taught."""
 
-    depths: Rates
-    sayings: Rates
+    right: Rates  # by drafter and depth: how often the node there was, once those above it were
+    nodes: Rates  # by drafter and depth: how many there were
+    sayings: Rates  # by drafter and what it said: how often that came true
 
 
 class Experience:
     """What came of drafts so far. Drafters go by their place among the engine's."""
 
     def __init__(self) -> None:
-        self._depths = Rates(weight=4.0, forget=0.98)
-        self._sayings = Rates(weight=8.0, forget=0.995)
+        self._all = _Known(Rates(weight=4.0, forget=0.98), Rates(forget=0.98), Rates(weight=8.0, forget=0.995))
         self._known: dict[int, _Known] = {}
         self._said = Rates(weight=2.0, forget=0.9)
 
     def outlook(self, place: int, seq: Sequence, depth: int) -> list[Level]:
         """What to expect by depth of a draft that is not made yet."""
-        rates = self._of(seq).depths
+        known = self._of(seq)
         outlook, chance, right, nodes = [], 1.0, GUESS, 1.0
         for k in range(depth):
-            right = rates.rate(("right", place, min(k, DEPTHS)), right)
-            nodes = rates.rate(("nodes", place, min(k, DEPTHS)), nodes)
+            right = known.right.rate((place, min(k, DEPTHS)), right)
+            nodes = known.nodes.rate((place, min(k, DEPTHS)), nodes)
             chance *= right
             outlook.append(Level(chance, nodes))
         return outlook
@@ -84,24 +84,24 @@ class Experience:
                 if reached.get(draft.parents[node], len(emitted)) < len(emitted):
                     known.sayings.learn((place, level(saying)), node in reached)
         if draft.survival is None or asked is not None:
-            self._learn_depths(place, known.depths, draft, asked, len(path), len(emitted))
+            self._learn_depths(place, known, draft, asked, len(path), len(emitted))
         return bool(path)
 
-    def _learn_depths(self, place: int, rates: Rates, draft: Draft, asked: int | None, right: int, reached: int) -> None:
+    def _learn_depths(self, place: int, known: _Known, draft: Draft, asked: int | None, right: int, reached: int) -> None:
         """A draft that ended early, being unsure, counts as wrong there, and as having no node below."""
         depths = draft.depths()
         deepest = max(depths, default=0) if asked is None else asked
         for k in range(deepest):
-            rates.learn(("nodes", place, min(k, DEPTHS)), depths.count(k + 1))
+            known.nodes.learn((place, min(k, DEPTHS)), depths.count(k + 1))
             if k <= right and k < reached:
-                rates.learn(("right", place, min(k, DEPTHS)), k < right)
+                known.right.learn((place, min(k, DEPTHS)), k < right)
         for k in range(deepest, DEPTHS + 1):  # what was not tried for long is taken to be like the depth above
-            rates.fade(("right", place, k))
-            self._depths.fade(("right", place, k))
+            known.right.fade((place, k))
+            self._all.right.fade((place, k))
 
     def passed_over(self, place: int, seq: Sequence) -> None:
         """A drafter was not asked: what the request taught of it ages."""
-        self._of(seq).depths.fade(("right", place, 0), IDLE)
+        self._of(seq).right.fade((place, 0), IDLE)
 
     def forget(self, seq: Sequence) -> None:
         """The request ended."""
@@ -110,8 +110,11 @@ class Experience:
 
     def _of(self, seq: Sequence) -> _Known:
         if seq.id not in self._known:
-            depths, sayings = Rates(self._depths, weight=3.0, forget=0.95), Rates(self._sayings, weight=8.0, forget=0.98)
-            self._known[seq.id] = _Known(depths, sayings)
+            self._known[seq.id] = _Known(
+                Rates(self._all.right, weight=3.0, forget=0.98, alert=0.9),
+                Rates(self._all.nodes, forget=0.95),
+                Rates(self._all.sayings, weight=8.0, forget=0.98),
+            )
         return self._known[seq.id]
 
 

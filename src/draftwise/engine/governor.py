@@ -81,7 +81,7 @@ class Governor:
     taught.
     """
 
-    PROBE_SHARE, PROBE_EVERY = 0.01, 16  # of the time; steps
+    PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
@@ -89,7 +89,7 @@ class Governor:
         self._experience = Experience()
         self._speed = Rates(weight=8.0, forget=0.99)
         self._uses: dict[int, dict[int, _Use]] = {}  # by request and drafter
-        self._allowance = 0.0  # seconds that trying may take
+        self._allowance: float | None = None  # seconds that trying may take; None: as many as may be saved up
 
     # before drafting
 
@@ -173,8 +173,10 @@ class Governor:
         if not due:
             return
         _, i = max(due)
-        cost = drafter.seconds_per_depth(1) + drafter.seconds_to_catch_up(choices[i].seq) + self.times(2) - self.times(1)
-        self._allowance = min(self._allowance, 2 * cost)
+        level = drafter.seconds_per_depth(1) + self.times(2) - self.times(1)
+        cost = level + drafter.seconds_to_catch_up(choices[i].seq)
+        saved = self.PROBES * level
+        self._allowance = saved if self._allowance is None else min(self._allowance, max(saved, cost))
         if self._allowance >= cost:
             self._allowance -= cost
             depths[i] = 1
@@ -237,7 +239,8 @@ class Governor:
         plain = self.times(load.requests)
         self._speed.learn("tokens", emitted / load.requests)
         self._speed.learn("time", (self.times(rows) + drafting) / plain)
-        self._allowance += self.PROBE_SHARE * plain
+        if self._allowance is not None:
+            self._allowance += self.PROBE_SHARE * plain
 
     def forget(self, seq: Sequence) -> None:
         """The request ended."""
