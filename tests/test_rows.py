@@ -33,8 +33,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {}
     for name in ARCHITECTURES:
         sizes = {"n_positions": 640} if name == "gpt2" else {"max_position_embeddings": 640}
-        # torch computes the last few numbers of an odd-sized tensor by another tanh; real vocabularies are multiples of 64
-        sizes["vocab_size"] = 320
         made[name] = tiny_checkpoint(tmp_path_factory.mktemp(name), name, **extra.get(name, {}), **sizes)
     return made
 
@@ -51,9 +49,6 @@ def load(folder: Path, kind: WeightKind, *, compiled: bool) -> Model:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bits_do_not_depend_on_what_shares_the_pass(folders, architecture, kind, compiled):
-    if architecture == "gemma2" and KINDS[kind].dtype == torch.bfloat16 and not compiled:
-        # torch's bf16 tanh and softmax differ between a tensor's body and its last numbers: docs/lossless.md claims less
-        kind = "fp32"
     model = load(folders[architecture], KINDS[kind], compiled=compiled)
     tokens = text(100)
     alone = one_by_one(model, tokens)
@@ -124,3 +119,24 @@ def test_the_probe_finds_what_a_kernel_needs():
 
     assert not probe(never_twice, 64, torch.float32, CPU).invariant
     assert not holds(RowRule(), lambda x: x @ weight.T + x.shape[0], 64, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 64), (1536, 576)])
+def test_the_probe_sees_what_rounding_to_bf16_hides_in_all_but_one_number_of_ten_thousand(inputs, outputs):
+    """torch's bf16 product of a single row adds in another order; 64 random rows alone do not show it."""
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(outputs, inputs, generator=generator) / inputs**0.5).bfloat16()
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, weight)
+        if x.shape[0] == 1:  # stated, so that the test holds where torch's own kernel has no such difference
+            exact = x.double() @ weight.double().T
+            close = (exact / y.double() - 1).abs() > 0.0038  # near the middle between two bf16 numbers
+            y = torch.where(close, torch.nextafter(y, torch.full_like(y, torch.inf)), y)
+        return y
+
+    rule = probe(kernel, inputs, torch.bfloat16, CPU)
+    assert rule.multiple > 1 and rule.invariant
+    x = torch.randn(512, inputs, generator=generator).bfloat16()
+    alone = torch.cat([rule(kernel, row[None]) for row in x])
+    assert torch.equal(alone, torch.cat([rule(kernel, part) for part in x.split(37)]))
