@@ -60,15 +60,19 @@ def drafter_options(name: str) -> list[OptionInfo]:
 
 def parse_options(name: str, given: Mapping[str, Any]) -> Any:
     """The drafter's Options from values as typed by a user. Raises ValueError naming what is wrong and the choices."""
-    module = find_drafter(name)
-    hints = typing.get_type_hints(module.Options)
+    return convert_options(name, find_drafter(name).Options, given)
+
+
+def convert_options(name: str, options: Any, given: Mapping[str, Any]) -> Any:
+    """A dataclass of options from values as typed by a user. Raises ValueError naming what is wrong and the choices."""
+    hints = typing.get_type_hints(options)
     values = {}
     for key, value in given.items():
         key = key.replace("-", "_")
         if key not in hints:
             raise ValueError(f"unknown option {key!r} for {name}; it has: {', '.join(hints) or 'none'}")
         values[key] = _convert(name, key, hints[key], value)
-    return module.Options(**values)
+    return options(**values)
 
 
 def drafter_labels(text: str) -> dict[str, str]:

@@ -52,7 +52,7 @@ class Engine:
     ) -> None:
         self.model, self.cache, self.name = model, cache, name
         self.vocab, self.context, self.end_tokens = vocab, context, frozenset(end_tokens)
-        self.governor = governor
+        self.governor, self.max_batch = governor, max_batch
         self._proposals = Proposals(drafters, governor)
         self._clock = clock
         self._decoder = decoder

@@ -125,6 +125,8 @@ class LLM:
         self.draft_tokens, self.verify = draft_tokens, verify
         cache = loaded.model.new_cache(loaded.cache_rows())
         target = Target(loaded.model, cache, loaded.tokenizer, loaded.vocab, loaded.context, loaded.max_batch, loaded.notice)
+        self.target = target
+        """What drafters, and those who train them, are told of the model."""
         built: list[Drafter] = []
         for name, path, options in drafters:
             source = DraftSource(path, draft_dtype, draft_quantize, compiled=loaded.compiled) if path else None

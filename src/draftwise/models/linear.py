@@ -96,6 +96,11 @@ class Linear:
         """Bytes of weight read by a pass."""
         raise NotImplementedError
 
+    def rows(self, ids_n: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The weights of outputs `ids_n` as they are used, float32 [n, K], whatever their kind."""
+        identity_KK = torch.eye(self.inputs, dtype=dtype, device=device)
+        return self.rule(self.product, identity_KK).T[ids_n].float()
+
     def __call__(self, x_NK: Tensor) -> Tensor:
         y_NM = self.rule(self.product, x_NK)
         return y_NM if self.bias_M is None else y_NM + self.bias_M

@@ -1,0 +1,99 @@
+"""EAGLE drafts: a layer that continues the target's hidden states. `eagle` reads EAGLE-1 files, `eagle3` EAGLE-3 files.
+
+Chains, fixed trees and EAGLE-2's dynamic trees are all grown alike. The target's embedding, and its head where the draft has
+none, are the target's own rows.
+Sources: Li et al. 2024, arXiv 2401.15077; EAGLE-2, Li et al. 2024, arXiv 2406.16858; EAGLE-3, Li et al. 2025, arXiv 2503.01840.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwise.cache import KVCache
+from draftwise.drafters.base import DraftSource, Target
+from draftwise.drafters.eagle_files import read_eagle
+from draftwise.drafters.eagle_network import EagleNetwork
+from draftwise.drafters.features import FeatureDrafter
+from draftwise.drafters.trees import Trees
+from draftwise.models.base import Model
+from draftwise.models.layers import AttentionMasks, attend
+from draftwise.models.linear import DTYPES, WeightKind, make_linear
+from draftwise.types import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Options(Trees):
+    """Options of EAGLE drafts."""
+
+
+class EagleRunner:
+    """An EagleNetwork on packed rows over a staged cache, in some kind of weight, with what it borrows of the target."""
+
+    def __init__(self, network: EagleNetwork, target: Model, *, vocab: int, kind: WeightKind) -> None:
+        shape = network.shape
+        self.taps, self.width, self.vocab = shape.taps, shape.width, vocab
+        self.target, self.shape, self.kind = target, shape, kind
+        d2t = network.d2t.to(target.device)
+        in_order = torch.equal(d2t, torch.arange(len(d2t), device=d2t.device))
+        self.tokens_V = None if in_order else d2t
+        head = network.lm_head.weight.detach() if shape.own_head else target.head_rows(d2t)
+        self.head = make_linear(head, None, kind, target.device)
+        self.network = network.serve(kind, target.device)
+
+    def new_cache(self, capacity: int) -> KVCache:
+        shape = self.shape
+        return KVCache(
+            layers=1,
+            kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            capacity=capacity,
+            dtype=self.kind.dtype,
+            device=self.target.device,
+        )
+
+    def read(self, batch: Batch, cache: KVCache, above_SW: Tensor, features_NF: Tensor) -> Tensor:
+        return self._run(batch, cache, self.network.condense(features_NF.to(self.kind.dtype)))
+
+    def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
+        return self._run(batch, cache, above_NW)
+
+    def logits(self, rows_NW: Tensor) -> Tensor:
+        known_NV = self.head(self.network.before_head(rows_NW).to(self.kind.dtype)).float()
+        if self.tokens_V is None:
+            return F.pad(known_NV, (0, self.vocab - known_NV.shape[1]), value=-torch.inf)
+        logits_NV = known_NV.new_full((len(rows_NW), self.vocab), -torch.inf)
+        logits_NV[:, self.tokens_V] = known_NV
+        return logits_NV
+
+    def _run(self, batch: Batch, cache: KVCache, state_NC: Tensor) -> Tensor:
+        masks = AttentionMasks(batch, cache, (None,), heads=self.shape.num_heads).of(None)
+
+        def attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+            cache.stage(0, batch, k_NKD, v_NKD)
+            return attend(q_NHD, 0, batch, cache, masks)
+
+        tables = self.network.midlayer.rotary.tables(batch.positions_N, self.kind.dtype)
+        embedded_NC = self.target.embed(batch.tokens_N).to(self.kind.dtype)
+        return self.network(embedded_NC, state_NC.to(self.kind.dtype), tables, attention)
+
+
+def build(options: Options, target: Target, source: DraftSource | None) -> FeatureDrafter:
+    """Raises ValueError where no draft is named, or it is another algorithm's or another target's."""
+    return build_eagle("eagle", options, target, source)
+
+
+def build_eagle(algorithm: str, options: Options, target: Target, source: DraftSource | None) -> FeatureDrafter:
+    """The drafter for a folder of either kind."""
+    if source is None:
+        raise ValueError(f"the {algorithm} drafter needs a draft: --drafter {algorithm}:FOLDER, as `draftwise train` writes it")
+    network, config = read_eagle(Path(source.path).expanduser(), algorithm, target)
+    quantize = source.quantize or (config.get("draftwise") or {}).get("quantize")
+    dtype = DTYPES[source.dtype] if source.dtype else target.model.dtype
+    runner = EagleRunner(network, target.model, vocab=target.vocab, kind=WeightKind(dtype, quantize, compiled=source.compiled))
+    target.notice(f"draft {source.path}: {quantize or str(dtype).removeprefix('torch.')}")
+    return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)

@@ -1,0 +1,180 @@
+"""Drafting with a small network that reads the target's hidden states: EAGLE, MTP modules, and their like.
+
+Knows caches, taps and trees; what the network computes is its own affair. A row stands for a position of the text: it reads
+the target's features there and the token that follows, and guesses the token after that. Rows of committed text are read with
+true features and stay in the network's own cache; rows of drafted tokens read what the row above them handed on, and go.
+Shapes: N rows, F features (all taps side by side), W numbers that a row hands on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftwise.cache import PAGE, KVCache
+from draftwise.drafters.averages import Pace, Rates
+from draftwise.drafters.base import Drafter
+from draftwise.drafters.growth import Tree, grow
+from draftwise.drafters.trees import CHAIN, Trees
+from draftwise.sequence import Sequence
+from draftwise.types import NO_DRAFT, Batch, Draft, Feed, Limit, Outcome, Tap
+
+CHUNK = 512  # rows a pass takes while it catches up
+FEW = 16  # unread rows that a step leaves behind at most; reading more is catching up
+KEPT = 4096
+"""Most rows of features kept of a sequence; what lies further back a draft that starts late does not read."""
+
+
+class FeatureNetwork(Protocol):
+    """What drafts. `width`: W, the numbers that a row hands on to those below it."""
+
+    taps: tuple[Tap, ...]
+    width: int
+
+    def new_cache(self, capacity: int) -> KVCache:
+        """A cache for the network's own keys and values, with room for `capacity` rows."""
+
+    def read(self, batch: Batch, cache: KVCache, above_SW: Tensor, features_NF: Tensor) -> Tensor:
+        """Rows of committed text: what they hand on, [N, W]. above_SW: per span what the row before it handed on, or 0."""
+
+    def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
+        """Rows of drafted tokens at one depth, from 1: what they hand on, from what those above them handed on."""
+
+    def logits(self, rows_NW: Tensor) -> Tensor:
+        """Of the token after each row, float32 [N, vocab of the target]."""
+
+
+@dataclass(slots=True)
+class _State:
+    """What the drafter keeps of one sequence."""
+
+    slot: int
+    odds: Rates
+    features: list[Tensor] = field(default_factory=list)  # of rows not read yet, [n, F] each
+    unread: int = 0
+    seen: int = 0  # rows of the target told of so far
+    above: Tensor | None = None  # what the last row read handed on, [W]
+    tree: Tree | None = None  # of this step
+    rows: dict[int, int] = field(default_factory=dict)  # staged row by node, of the nodes that were read
+    handed: dict[int, Tensor] = field(default_factory=dict)  # what they handed on
+
+
+class FeatureDrafter(Drafter):
+    """Drafts chains and trees with a FeatureNetwork. Off or on, it is told every committed row, and reads them when asked.
+
+    context: most tokens of a sequence that it reads; past that it falls silent.
+    """
+
+    def __init__(self, network: FeatureNetwork, *, context: int, max_batch: int, trees: Trees = CHAIN) -> None:
+        self.network, self.context, self.trees = network, context, trees
+        self.taps = tuple(network.taps)
+        self.max_depth = trees.depth
+        self.cache = network.new_cache(max_batch * (context + trees.most_read + PAGE))
+        self._states: dict[int, _State] = {}
+        self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
+        self._level, self._row = Pace(), Pace()
+
+    @torch.inference_mode()
+    def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
+        started = time.perf_counter()
+        drafting: list[tuple[Sequence, _State]] = []
+        trees: list[Tree] = []
+        for seq, limit in zip(seqs, limits, strict=True):
+            state = self._states.get(seq.id)
+            depth = min(limit.depth, limit.nodes, self.context - len(seq.tokens))
+            if state is None or depth < 1 or state.seen != len(seq.tokens) - 1:
+                continue
+            state.tree = self.trees.start(seq, limit._replace(depth=depth), state.odds, drafter=self.place)
+            drafting.append((seq, state))
+            trees.append(state.tree)
+        if drafting:
+            late = any(state.unread > FEW for _, state in drafting)
+            states = [state for _, state in drafting]
+            grow(trees, self._catch_up(drafting), lambda frontiers: self._read(states, frontiers))
+            if not late:
+                self._level.learn((time.perf_counter() - started) / max(tree.depth for tree in trees))
+        made = {seq.id: state.tree.draft() for seq, state in drafting if state.tree is not None}
+        return [made.get(seq.id, NO_DRAFT) for seq in seqs]
+
+    def observe(self, seq: Sequence, outcome: Outcome) -> None:
+        state = self._states.get(seq.id)
+        if state is None:
+            state = self._states[seq.id] = _State(self.cache.alloc(), Rates(self._odds, weight=4.0, forget=0.97))
+        if state.tree is not None:
+            state.tree.learn(outcome.emitted)
+            self.cache.discard(state.slot)
+            state.tree, state.rows, state.handed = None, {}, {}
+        features = [outcome.features[tap].to(self.cache.pool.dtype) for tap in self.taps]
+        state.features.append(torch.cat(features, -1) if len(features) > 1 else features[0])
+        state.unread += len(outcome.consumed)
+        state.seen += len(outcome.consumed)
+        if state.unread > KEPT:
+            self._skip(state)
+
+    def forget(self, seq: Sequence) -> None:
+        state = self._states.pop(seq.id, None)
+        if state is not None:
+            self.cache.free(state.slot)
+
+    def seconds_per_depth(self, batch: int) -> float:
+        return self._level.seconds
+
+    def seconds_to_catch_up(self, seq: Sequence) -> float:
+        state = self._states.get(seq.id)
+        return self._row.seconds * state.unread if state is not None and state.unread > FEW else 0.0
+
+    def _skip(self, state: _State) -> None:
+        """Begin anew with the later half of what is unread: positions are relative, so only far context is lost."""
+        rows = torch.cat(state.features)[-KEPT // 2 :]
+        self.cache.free(state.slot)
+        state.slot, state.features, state.unread, state.above = self.cache.alloc(), [rows], len(rows), None
+
+    def _catch_up(self, drafting: Seq[tuple[Sequence, _State]]) -> Tensor:
+        """Read what is committed and unread; the logits after each sequence's last row."""
+        while any(state.unread for _, state in drafting):
+            started = time.perf_counter()
+            budget, feeds, features, reading = CHUNK, [], [], []
+            for seq, state in drafting:
+                count = min(state.unread, budget)
+                if not count:
+                    continue
+                budget -= count
+                first = len(seq.tokens) - state.unread  # the row of position i reads token i + 1
+                feeds.append(Feed.chain(state.slot, seq.tokens[first : first + count]))
+                rows = torch.cat(state.features) if len(state.features) > 1 else state.features[0]
+                features.append(rows[:count])
+                state.features, state.unread = [rows[count:]], state.unread - count
+                reading.append(state)
+            batch = self.cache.pack(feeds)
+            above = [state.above if state.above is not None else features[0].new_zeros(self.network.width) for state in reading]
+            handed_NW = self.network.read(batch, self.cache, torch.stack(above), torch.cat(features))
+            for state, span in zip(reading, batch.spans, strict=True):
+                self.cache.commit(state.slot, range(span.stop - span.start))
+                state.above = handed_NW[span.stop - 1]
+            if len(batch) > FEW * len(reading):
+                self._row.learn((time.perf_counter() - started) / len(batch))
+        for _, state in drafting:
+            state.features = []
+        return self.network.logits(torch.stack([state.above for _, state in drafting if state.above is not None]))
+
+    def _read(self, states: Seq[_State], frontiers: list[list[int]]) -> Tensor:
+        """Run the network on each tree's frontier, all of one depth; the logits after its nodes."""
+        feeds, above, depth = [], [], 0
+        for state, nodes in zip(states, frontiers, strict=True):
+            if nodes and (tree := state.tree) is not None and state.above is not None:
+                parents = [tree.parents[node] for node in nodes]
+                depth = len(tree.place(nodes[0]))
+                first = self.cache.staged(state.slot)
+                feeds.append(Feed(state.slot, [tree.tokens[node] for node in nodes], [state.rows.get(p, -1) for p in parents]))
+                above += [state.handed.get(parent, state.above) for parent in parents]
+                state.rows |= {node: first + i for i, node in enumerate(nodes)}
+        handed_NW = self.network.draft(self.cache.pack(feeds), self.cache, torch.stack(above), depth)
+        rows = iter(handed_NW)
+        for state, nodes in zip(states, frontiers, strict=True):
+            state.handed |= {node: next(rows) for node in nodes}
+        return self.network.logits(handed_NW)

@@ -1,0 +1,239 @@
+"""EAGLE-1: a layer that foresees the target's next hidden state, read by the target's own head. EAGLE-3 shares the lesson.
+
+Training-time test: the draft reads its own outputs for some steps, as it will when it drafts. Its rows of later steps attend
+to rows of the first step, as they stand in the cache when it is served, and to their own earlier steps.
+Sources: EAGLE, Li et al. 2024, arXiv 2401.15077, section 4; HASS, Zhang et al. 2024, arXiv 2408.15766; EAGLE-3, Li et al.
+2025, arXiv 2503.01840, section 3. Shapes: B answers, T tokens, R rows of the first step, A of those the ones that learn (the
+last), H query heads, K key heads, G = H / K, D head size, E the target's width, C the draft's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftwise.drafters.base import Target
+from draftwise.drafters.eagle_files import write_eagle
+from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
+from draftwise.train.capture import Captured, capture
+from draftwise.train.data import Corpus
+from draftwise.train.lesson import Lesson, distributions, match
+from draftwise.types import Tap
+
+SAMPLE = 16
+"""Answers that features are measured on before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What both kinds of EAGLE draft may be given."""
+
+    vocab: int = field(default=16384, metadata={"help": "tokens that the draft knows: the most frequent ones"})
+    steps: int = field(default=3, metadata={"help": "steps on its own outputs that it is trained on"})
+    decay: float = field(default=0.8, metadata={"help": "weight of a step against the one before"})
+    inner: int = field(default=0, metadata={"help": "width of the feed-forward; 0: the target's"})
+    feature_weight: float = field(default=0.3, metadata={"help": "weight of meeting the target's final hidden state"})
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("decay", "feature_weight", "inner"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+class EagleLesson(Lesson):
+    """Trains a draft of either kind.
+
+    tokens_V: what the draft knows, as the target's ids. scales_F: what features are divided by, so that taps of all layers
+    are of one size; `save` puts it into the weights.
+    """
+
+    tokens_V: Tensor
+    scales_F: Tensor
+    head_VE: Tensor
+
+    def __init__(self, network: EagleNetwork, target: Target, options: Options, *, scales: dict[Tap, float]) -> None:
+        super().__init__()
+        shape = network.shape
+        self.network, self.target, self.options, self.drafter = network, target, options, shape.algorithm
+        self.taps = tuple(dict.fromkeys([*shape.taps, "final_norm"]))
+        widths = [torch.full((shape.target_hidden,), scales[tap]) for tap in shape.taps]
+        self.register_buffer("scales_F", torch.cat(widths) if shape.joins else torch.ones(shape.target_hidden))
+        self.final_scale = scales["final_norm"]
+        self.register_buffer("tokens_V", network.d2t.clone())
+        self.register_buffer("head_VE", target.model.head_rows(self.tokens_V).clone(), persistent=False)
+
+    def forward(self, batch: Captured) -> dict[str, Tensor]:
+        net, options, embed = self.network, self.options, self.target.model.embed
+        tokens_BT, final_BTE = batch.tokens_BT, batch.features["final_norm"]
+        size, length = tokens_BT.shape
+        learning = int(batch.answers_B.max()) - 1
+        rows = length - 2
+        columns = torch.arange(rows, device=tokens_BT.device)
+        positions_BR = (columns[None] - batch.starts_B[:, None]).clamp(min=0)
+        features = torch.cat([batch.features[tap][:, :rows] for tap in net.shape.taps], -1).float() / self.scales_F
+        state = net.condense(features).float()
+        read, residual = net.enter(self._rows(embed, tokens_BT[:, 1 : rows + 1]), state)
+        tables = self._tables(positions_BR)
+        keys, values = net.midlayer.keys_values(read, tables)
+
+        suffix = slice(rows - learning, rows)
+        learns_BA = columns[suffix] >= (length - 1 - batch.answers_B)[:, None]
+        place_BA = torch.full((size, learning), -1, device=tokens_BT.device)
+        place_BA[learns_BA] = torch.arange(int(learns_BA.sum()), device=tokens_BT.device)
+        final_PE = final_BTE[:, rows - learning + 1 : rows + 1][learns_BA]
+        p_PV = distributions(final_PE, self.head_VE, self._dtype())
+        bias_BAR = torch.zeros(size, learning, rows, device=tokens_BT.device)
+        seen = (columns <= columns[suffix][:, None])[None] & (columns >= batch.starts_B[:, None])[:, None]
+        bias_BAR.masked_fill_(~(seen | (columns == columns[suffix][:, None])[None]), -torch.inf)
+
+        read, residual = read[:, suffix], residual[:, suffix]
+        own: list[tuple[Tensor, Tensor]] = []
+        loss = residual.new_zeros(())
+        count, figures = max(int(learns_BA.sum()), 1), {}
+        for step in range(options.steps):
+            tables = self._tables(positions_BR[:, suffix] + step)
+            if step:
+                following = F.pad(tokens_BT, (0, step))[:, rows - learning + 1 + step : rows + 1 + step]
+                read, residual = net.enter(self._rows(embed, following), state)
+                own.append(net.midlayer.keys_values(read, tables))
+            attended = unrolled_attention(net.midlayer.queries(read, tables), keys, values, own, bias_BAR)
+            state = net.handed_on(net.midlayer.leave(residual, attended)).float()
+            valid_BA = learns_BA & (columns[suffix] < rows - step)
+            ahead_BA = F.pad(place_BA, (0, step), value=-1)[:, step:]
+            place_n = ahead_BA[valid_BA]
+            before_head = net.before_head(state[valid_BA]).float()
+            head = net.lm_head.weight if net.shape.own_head else self.head_VE
+            crossed, accepted, right = match(before_head, head, p_PV, place_n, torch.ones_like(place_n, dtype=torch.float32))
+            lost = crossed
+            if options.feature_weight and not net.shape.own_head:
+                wanted = final_PE[place_n].float()
+                missed = F.smooth_l1_loss(before_head / self.final_scale, wanted / self.final_scale, reduction="none")
+                lost = lost + options.feature_weight * missed.mean(-1).sum() * net.shape.target_hidden**0.5
+            loss = loss + options.decay**step * lost / count
+            reached = max(len(place_n), 1)
+            figures |= {f"accepted_{step + 1}": accepted / reached, f"right_{step + 1}": right / reached}
+        return {"loss": loss / sum(options.decay**step for step in range(options.steps)), **figures}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore(state)
+        self.head_VE.copy_(self.target.model.head_rows(self.tokens_V))
+
+    def save(self, folder: Path, card: dict[str, Any]) -> None:
+        network = EagleNetwork(self.network.shape)
+        network.load_state_dict(self.network.state_dict())
+        network.d2t = self.tokens_V.cpu()
+        if network.shape.joins:
+            with torch.no_grad():
+                network.fc.weight /= self.scales_F.cpu()
+        write_eagle(folder, network, self.target, card)
+
+    def _rows(self, embed: Any, tokens_BA: Tensor) -> Tensor:
+        rows: Tensor = embed(tokens_BA.reshape(-1))
+        return rows.view(*tokens_BA.shape, -1).float()
+
+    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.network.midlayer.rotary.tables(positions.reshape(-1), torch.float32)
+        return cos.view(*positions.shape, 1, -1), sin.view(*positions.shape, 1, -1)
+
+    def _dtype(self) -> torch.dtype:
+        device = self.head_VE.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
+def unrolled_attention(
+    q_BAHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, own: list[tuple[Tensor, Tensor]], bias_BAR: Tensor
+) -> Tensor:
+    """Attention of learning rows to the rows of the first step, under a mask, and to their own rows of later steps.
+
+    own: keys and values [B, A, K, D] of each step after the first. Returns [B, A, H, D].
+    """
+    size, learning, heads, dim = q_BAHD.shape
+    kv_heads = k_BRKD.shape[2]
+    q = q_BAHD.view(size, learning, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)  # B K G A D
+    k, v = k_BRKD.to(q.dtype).permute(0, 2, 3, 1)[:, :, None], v_BRKD.transpose(1, 2)[:, :, None]
+    scores = [(q @ k).float() * dim**-0.5 + bias_BAR[:, None, None]]
+    diagonal = [(key.transpose(1, 2)[:, :, None], value.transpose(1, 2)[:, :, None]) for key, value in own]
+    scores += [(q * key).sum(-1, keepdim=True).float() * dim**-0.5 for key, _ in diagonal]
+    weights = torch.cat(scores, -1).softmax(-1).to(v.dtype)
+    out = weights[..., : k_BRKD.shape[1]] @ v
+    for step, (_, value) in enumerate(diagonal):
+        out = out + weights[..., k_BRKD.shape[1] + step, None] * value
+    return out.permute(0, 3, 1, 2, 4).reshape(size, learning, heads, dim)
+
+
+def build(options: Options, target: Target, corpus: Corpus) -> EagleLesson:
+    """An untrained EAGLE-1 draft."""
+    return build_lesson("eagle", ("final_norm",), options, target, corpus, fc_bias=True)
+
+
+def build_lesson(
+    algorithm: str, taps: tuple[Tap, ...], options: Options, target: Target, corpus: Corpus, **shape: Any
+) -> EagleLesson:
+    """An untrained draft in the shape of one of the target's layers, for the tokens that the answers use most."""
+    config = target.model.config
+    tokens = frequent_tokens(target, corpus, options.vocab)
+    network = EagleNetwork(
+        EagleShape(
+            algorithm=algorithm,
+            hidden_size=config.hidden_size,
+            intermediate_size=options.inner or config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            norm_eps=config.norm_eps,
+            max_positions=config.max_positions,
+            target_hidden=config.hidden_size,
+            target_vocab=target.vocab,
+            taps=taps,
+            draft_vocab=len(tokens),
+            **{"own_head": False, **shape},
+        )
+    )
+    network.d2t = tokens
+    scales = feature_scales(target, corpus, tuple(dict.fromkeys([*taps, "final_norm"])))
+    begin(network, scales["final_norm"])
+    return EagleLesson(network.to(target.model.device), target, options, scales=scales)
+
+
+def frequent_tokens(target: Target, corpus: Corpus, count: int) -> Tensor:
+    """The tokens that answers use most and all that end a text, int64, ascending; the rest by id, as a BPE learnt them."""
+    counts = Counter(token for answer in corpus.answers for token in answer.tokens)
+    ends = {*target.tokenizer.eos_tokens, *target.model.config.eos_tokens}
+    order = [*sorted(ends), *(token for token, _ in counts.most_common()), *range(target.vocab)]
+    chosen = list(dict.fromkeys(token for token in order if token < target.vocab))[: min(count, target.vocab)]
+    return torch.tensor(sorted(chosen))
+
+
+def feature_scales(target: Target, corpus: Corpus, taps: tuple[Tap, ...]) -> dict[Tap, float]:
+    """Per tap the typical root mean square of a row: the median, since the first rows of a text are far from the others."""
+    shots = capture(target, corpus.answers[:SAMPLE], taps, most_tokens=512, dtype=torch.float32)
+    return {
+        tap: float(torch.cat([shot.features[tap].square().mean(-1).sqrt() for shot in shots]).median().clamp(min=1e-6))
+        for tap in taps
+    }
+
+
+@torch.no_grad()
+def begin(network: EagleNetwork, final_scale: float) -> None:
+    """First weights: the last tap passes through, all else adds little, and the norm's output is of the size the head knows."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(std=module.in_features**-0.5)
+            if module.bias is not None:
+                module.bias.zero_()
+    network.midlayer.self_attn.o_proj.weight.mul_(0.3)
+    network.midlayer.mlp.down_proj.weight.mul_(0.3)
+    network.fc.weight.mul_(0.1)
+    last = network.fc.weight[:, -network.shape.target_hidden :]
+    last += torch.eye(*last.shape)
+    if network.shape.joins:
+        network.norm.weight.fill_(final_scale)
