@@ -5,7 +5,7 @@ Any mistake in staging, masks, positions or commits changes the tokens, and a ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class TableModel:
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(layers=1, kv_heads=1, head_dim=1, capacity=capacity)
 
-    def subset(self, layers: Sequence[int]) -> TableModel:
+    def subset(self, attention: Collection[int], feed_forward: Collection[int] | None = None) -> TableModel:
         return self
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +186,61 @@ def test_fewer_layers(pair, architecture, extra):
     assert cache.pool[1].count_nonzero() == 0 and cache.pool[2].count_nonzero() > 0
     assert torch.equal(cache.pool[0], full.pool[0])
     assert_same(logits(model, tokens), expected(library, tokens))  # the whole model is as it was
+
+
+@contextmanager
+def without(library: Any, attention: set[int], feed_forward: set[int]) -> Iterator[None]:
+    """The library's model while these layers' attention and feed-forward put out zeros."""
+    stack = next(module for module in library.modules() if isinstance(module, torch.nn.ModuleList))
+    names = ("self_attn", "attn", "attention")
+    silent = [next(part for name, part in stack[index].named_children() if name in names) for index in attention]
+    silent += [stack[index].mlp for index in feed_forward]
+
+    def silence(_: Any, __: Any, output: Any) -> Any:
+        return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
+
+    hooks = [part.register_forward_hook(silence) for part in silent]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+@cases
+def test_a_layer_without_attention_or_without_feed_forward(pair, architecture, extra):
+    model, library = pair(architecture, extra)
+    tokens = text(LENGTH)
+    if architecture == "opt":  # its feed-forward is spread over the layer
+        with pytest.raises(ValueError, match="opt models cannot be left out alone; leave out whole layers"):
+            model.subset([0, 1, 2], [0, 2])
+    else:
+        with without(library, {1}, {2}):
+            wanted = expected(library, tokens)
+        some = model.subset([0, 2], [0, 1])
+        assert_same(logits(some, tokens), wanted)
+        assert_same(logits(some, tokens, CHUNKS), wanted)
+        assert some.subset([2], []).new_cache(16).pool.shape[0] == 3
+    assert_same(logits(model, tokens), expected(library, tokens))  # the whole model is as it was
+
+
+@cases
+def test_a_subset_reads_what_the_whole_model_committed(pair, architecture, extra):
+    model, _ = pair(architecture, extra)
+    tokens, more = text(50), text(9, seed=1)
+    some = model.subset([0, 2])
+    cache = model.new_cache(128)
+    slot = cache.alloc()
+    read(model, cache, slot, tokens)
+    before = cache.pool.clone()
+    batch = cache.pack([Feed.chain(slot, more)])
+    some.forward(batch, cache)
+    written = torch.zeros(cache.pool.shape[3], dtype=torch.bool)
+    written[batch.rows_N] = True
+    assert torch.equal(cache.pool[1], before[1]), "a layer that is left out writes nothing"
+    assert torch.equal(cache.pool[:, :, :, ~written], before[:, :, :, ~written]), "nothing that was committed changes"
+    assert (cache.pool[2][:, :, written] != before[2][:, :, written]).any()
+    cache.discard(slot)
+    whole = read(model, cache, slot, more)
+    assert torch.equal(whole, logits(model, tokens + more)[50:])
 
 
 def test_dynamic_rotary_scaling_past_the_original_length_is_that_of_tokens_fed_one_at_a_time(tmp_path):

@@ -1,6 +1,6 @@
 """Hot code in C++, each piece beside its plain torch version in reference.py and held to it by a test."""
 
-from draftwise.kernels.decoder import Decoder, PackedLayer, unsupported
+from draftwise.kernels.decoder import Decoder, PackedAttention, PackedFeedForward, PackedLayer, unsupported
 from draftwise.kernels.loader import layout_key, library
 from draftwise.kernels.packed import Packed, matmul, pack_dense, pack_int, pack_int4, pack_int8
 from draftwise.kernels.store import PackedStore
@@ -8,6 +8,8 @@ from draftwise.kernels.store import PackedStore
 __all__ = [
     "Decoder",
     "Packed",
+    "PackedAttention",
+    "PackedFeedForward",
     "PackedLayer",
     "PackedStore",
     "available",

@@ -21,22 +21,43 @@ Tables = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackedLayer:
-    """One layer's weights. Norms are float32; `index` is the layer's place in the cache."""
+class PackedAttention:
+    """Weights of a layer's attention."""
 
-    index: int
-    input_norm_C: Tensor
+    norm_C: Tensor
     query: Packed
     key: Packed
     value: Packed
     query_norm_D: Tensor | None = None
     key_norm_D: Tensor | None = None
     output: Packed
-    feed_norm_C: Tensor
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedFeedForward:
+    """Weights of a layer's feed-forward part."""
+
+    norm_C: Tensor
     gate: Packed
     up: Packed
     down: Packed
-    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLayer:
+    """A layer's parts; one that is None adds nothing to the residual stream. `index` is the layer's place in the cache."""
+
+    index: int
+    attention: PackedAttention | None
+    feed_forward: PackedFeedForward | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of matrices that a pass reads."""
+        a, f = self.attention, self.feed_forward
+        read = [*((a.query, a.key, a.value, a.output) if a else ()), *((f.gate, f.up, f.down) if f else ())]
+        return sum(packed.nbytes for packed in read)
 
 
 def unsupported(config: ModelConfig) -> str | None:
@@ -153,24 +174,19 @@ class Decoder:
         return owned.data_ptr()
 
     def _layer(self, layer: PackedLayer) -> _Layer:
-        def norm(vector: Tensor | None) -> int | None:
-            return None if vector is None else self._floats(vector)
-
-        return _Layer(
-            input_norm=norm(layer.input_norm_C),
-            feed_norm=norm(layer.feed_norm_C),
-            query_norm=norm(layer.query_norm_D),
-            key_norm=norm(layer.key_norm_D),
-            query=ctypes.addressof(layer.query.struct),
-            key=ctypes.addressof(layer.key.struct),
-            value=ctypes.addressof(layer.value.struct),
-            output=ctypes.addressof(layer.output.struct),
-            gate=ctypes.addressof(layer.gate.struct),
-            up=ctypes.addressof(layer.up.struct),
-            down=ctypes.addressof(layer.down.struct),
-            window=layer.window or 0,
-            index=layer.index,
-        )
+        struct = _Layer(index=layer.index)
+        if (attention := layer.attention) is not None:
+            struct.input_norm = self._floats(attention.norm_C)
+            if attention.query_norm_D is not None and attention.key_norm_D is not None:
+                struct.query_norm, struct.key_norm = self._floats(attention.query_norm_D), self._floats(attention.key_norm_D)
+            struct.query, struct.key = ctypes.addressof(attention.query.struct), ctypes.addressof(attention.key.struct)
+            struct.value, struct.output = ctypes.addressof(attention.value.struct), ctypes.addressof(attention.output.struct)
+            struct.window = attention.window or 0
+        if (feed := layer.feed_forward) is not None:
+            struct.feed_norm = self._floats(feed.norm_C)
+            struct.gate, struct.up = ctypes.addressof(feed.gate.struct), ctypes.addressof(feed.up.struct)
+            struct.down = ctypes.addressof(feed.down.struct)
+        return struct
 
 
 def _spans(batch: Batch, cache: KVCache) -> tuple[ctypes.Array[_Span], list[object]]:

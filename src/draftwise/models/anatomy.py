@@ -34,16 +34,26 @@ class Refused(ValueError):
         )
 
 
+class Part(NamedTuple):
+    """A module that every decoder layer has under `name`. outputs: the length of the tuple it returns, 0 for a tensor."""
+
+    name: str
+    outputs: int
+
+
 @dataclass(frozen=True, slots=True)
 class Anatomy:
     """What a decoder consists of. `base` and `layers` are paths of modules: tokens to hidden states, and its decoder layers.
 
-    tuples: a layer returns a tuple that starts with the hidden states, not the hidden states alone.
+    tuples: a layer returns a tuple that starts with the hidden states, not the hidden states alone. attention, feed_forward:
+    the two parts of a layer, None where they are no modules of their own.
     """
 
     base: str
     layers: str
     tuples: bool
+    attention: Part | None
+    feed_forward: Part | None
     windows: tuple[int | None, ...]
     heads: int
     kv_heads: int
@@ -137,8 +147,10 @@ def examine(config: Any) -> Anatomy:
         model.set_experts_implementation("batched_mm")  # the only one that does not look at values
     except (ValueError, AttributeError):
         pass
-    outputs: list[Any] = []
-    model.get_submodule(f"{layers}.0").register_forward_hook(lambda _, __, output: outputs.append(output))
+    outputs: dict[str, Any] = {}  # of the first layer, "", and of what it consists of
+    layer = model.get_submodule(f"{layers}.0")
+    for part, module in (("", layer), *layer.named_children()):
+        module.register_forward_hook(lambda _, __, output, part=part: outputs.setdefault(part, output))
     try:
         with torch.inference_mode(), torch.device("meta"):
             extra = {"attention_mask": torch.ones(1, ROWS, dtype=torch.int64), "draftwise_pass": calls}
@@ -150,10 +162,13 @@ def examine(config: Any) -> Anatomy:
     _check_calls(name, model, layers, calls, config)
     positions = _positions(config)
     shape = calls[0]
+    attention, feed_forward = _parts(layer, calls, outputs)
     return Anatomy(
         base=base,
         layers=layers,
-        tuples=isinstance(outputs[0], tuple),
+        tuples=isinstance(outputs[""], tuple),
+        attention=attention,
+        feed_forward=feed_forward,
         windows=tuple(_window(name, call, positions) for call in sorted(calls, key=lambda call: call.layer)),
         heads=shape.q[1],
         kv_heads=shape.k[1],
@@ -181,6 +196,22 @@ def _layers_of(model: nn.Module, count: int) -> str | None:
     """The path of the outermost list of as many modules as there are layers."""
     lists = (path for path, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     return next(lists, None)
+
+
+def _parts(layer: nn.Module, calls: list[_Call], outputs: dict[str, Any]) -> tuple[Part | None, Part | None]:
+    """The child of a layer that attends, and the only other one that has matrices; None where there is no such child."""
+    attending = {call.module for call in calls}
+    with_matrices = {
+        name: not attending.isdisjoint(child.modules())
+        for name, child in layer.named_children()
+        if any(parameter.dim() > 1 for parameter in child.parameters())
+    }
+    found = []
+    for attends in (True, False):
+        names = [name for name, does in with_matrices.items() if does is attends and name in outputs]
+        lengths = [len(outputs[name]) if isinstance(outputs[name], tuple) else 0 for name in names]
+        found.append(Part(names[0], lengths[0]) if len(names) == 1 else None)
+    return found[0], found[1]
 
 
 def _traced_attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import torch
@@ -40,8 +40,18 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's rows for final hidden states [n, width]: float32 [n, vocab_size], before any warping."""
 
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """Rows of the embedding, [N, width] in `dtype`: what drafts borrow instead of storing it."""
+
+    def head_rows(self, tokens_n: Tensor) -> Tensor:
+        """The head's weights for these tokens, float32 [n, width], likewise. Raises ValueError where it has none."""
+
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""
 
-    def subset(self, layers: Sequence[int]) -> Model:
-        """The same weights with only `layers`, each keeping its place in the cache."""
+    def subset(self, attention: Collection[int], feed_forward: Collection[int] | None = None) -> Model:
+        """The same weights with the attention of some layers and the feed-forward of some (None: of the same layers).
+
+        What is left out adds nothing to the residual stream; what stays keeps its place in the cache, so that the subset
+        reads rows that this model committed. Raises ValueError where a layer's parts cannot be had one without the other.
+        """

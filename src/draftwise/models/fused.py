@@ -5,7 +5,8 @@ Nothing of a file's blocks is rounded, the residual stream is float32, and rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,21 +34,21 @@ class FusedLlama:
         config: ModelConfig,
         kind: WeightKind,
         embedding: kernels.Packed,
-        layers: Mapping[int, kernels.PackedLayer],
+        layers: Sequence[kernels.PackedLayer],
         final_norm_C: Tensor,
         head: Compiled,
         loader: Loader,
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device("cpu"), kind.dtype
-        self._kind, self._embedding, self._layers = kind, embedding, dict(layers)
+        self._kind, self._embedding, self._layers = kind, embedding, list(layers)
         self._final_norm_C, self._head, self._loader = final_norm_C, head, loader
         self.row_report = loader.rules.report()
         self.weights = describe(loader.linears, head)
-        self.weight_bytes = sum(linear.nbytes for linear in loader.linears)
+        self.weight_bytes = sum(layer.nbytes for layer in layers) + head.nbytes
         self._decoder = kernels.Decoder(
             config,
             embedding=embedding,
-            layers=list(self._layers.values()),
+            layers=self._layers,
             final_norm_C=final_norm_C,
             tables=Rotary(config, self.device).half_tables,
             dtype=kind.dtype,
@@ -63,29 +64,46 @@ class FusedLlama:
         """The head's rows for final hidden states [n, C]: float32 [n, vocab_size], before any warping."""
         return kernels.matmul(hidden.to(self.dtype), self._head.packed, torch.float32)
 
+    @torch.inference_mode()
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """Rows of the embedding, [N, C]."""
+        return self._embedding.rows(tokens_N).to(self.dtype)
+
+    @torch.inference_mode()
+    def head_rows(self, tokens_n: Tensor) -> Tensor:
+        """The head's weights for these tokens, float32 [n, C]."""
+        return self._head.packed.rows(tokens_n)
+
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""
         return KVCache(
-            layers=max(self._layers) + 1,
+            layers=max(layer.index for layer in self._layers) + 1,
             kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             capacity=capacity,
             dtype=self.dtype,
         )
 
-    def subset(self, layers: Sequence[int]) -> FusedLlama:
-        """The same weights with only `layers`, each keeping its place in the cache."""
-        chosen = {index: self._layers[index] for index in sorted(layers)}
-        return FusedLlama(
-            self.config, self._kind, self._embedding, chosen, self._final_norm_C, self._head, self._loader
+    def subset(self, attention: Collection[int], feed_forward: Collection[int] | None = None) -> FusedLlama:
+        """The same weights with the attention and the feed-forward of some layers, as in Model."""
+        feeding = attention if feed_forward is None else feed_forward
+        kept = (
+            replace(
+                layer,
+                attention=layer.attention if layer.index in attention else None,
+                feed_forward=layer.feed_forward if layer.index in feeding else None,
+            )
+            for layer in self._layers
         )
+        layers = [layer for layer in kept if layer.attention or layer.feed_forward]
+        return FusedLlama(self.config, self._kind, self._embedding, layers, self._final_norm_C, self._head, self._loader)
 
 
 def build_fused(source: WeightSource, kind: WeightKind, device: torch.device) -> FusedLlama:
     """Read all weights of a checkpoint for the compiled decoder. Raises ValueError where one is missing."""
     load = Loader(source, kind, device)
     table = load.packed_table("model.embed_tokens")
-    layers = {index: _layer(load, index) for index in range(source.config.num_layers)}
+    layers = [_layer(load, index) for index in range(source.config.num_layers)]
     if "lm_head.weight" in load.names:
         head = load.linear("lm_head")
     elif kind.quantize or not (kind.keep_blocks or table.kind in DTYPES):
@@ -107,16 +125,20 @@ def _layer(load: Loader, index: int) -> kernels.PackedLayer:
 
     return kernels.PackedLayer(
         index=index,
-        input_norm_C=load.norm(f"{name}.input_layernorm.weight"),
-        query=product("self_attn.q"),
-        key=product("self_attn.k"),
-        value=product("self_attn.v"),
-        query_norm_D=load.vector(f"{name}.self_attn.q_norm.weight"),
-        key_norm_D=load.vector(f"{name}.self_attn.k_norm.weight"),
-        output=product("self_attn.o"),
-        feed_norm_C=load.norm(f"{name}.post_attention_layernorm.weight"),
-        gate=product("mlp.gate"),
-        up=product("mlp.up"),
-        down=product("mlp.down"),
-        window=load.source.config.windows[index] if load.source.config.windows else None,
+        attention=kernels.PackedAttention(
+            norm_C=load.norm(f"{name}.input_layernorm.weight"),
+            query=product("self_attn.q"),
+            key=product("self_attn.k"),
+            value=product("self_attn.v"),
+            query_norm_D=load.vector(f"{name}.self_attn.q_norm.weight"),
+            key_norm_D=load.vector(f"{name}.self_attn.k_norm.weight"),
+            output=product("self_attn.o"),
+            window=load.source.config.windows[index] if load.source.config.windows else None,
+        ),
+        feed_forward=kernels.PackedFeedForward(
+            norm_C=load.norm(f"{name}.post_attention_layernorm.weight"),
+            gate=product("mlp.gate"),
+            up=product("mlp.up"),
+            down=product("mlp.down"),
+        ),
     )

@@ -6,7 +6,8 @@ Shapes: N rows, C hidden width, H query heads, K key/value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Layer:
-    """One decoder layer; `index` is its place in the cache."""
+    """One decoder layer; `index` is its place in the cache. A part that is left out adds nothing to the residual stream."""
+
+    attends = feeds = True
 
     def __init__(self, config: ModelConfig, index: int, load: Loader) -> None:
         self.config, self.index = config, index
@@ -44,6 +47,19 @@ class Layer:
         self.down = load.linear(f"{name}.mlp.down_proj")
         self.activation = ACTIVATIONS[config.activation]
         self.window = config.windows[index] if config.windows else None
+
+    def only(self, *, attention: bool, feed_forward: bool) -> Layer:
+        """The same layer, its weights shared, with one of its parts, both or none."""
+        layer = copy.copy(self)
+        layer.attends, layer.feeds = self.attends and attention, self.feeds and feed_forward
+        return layer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of matrices that a pass reads."""
+        attention = [*self.query_key_value, self.output] if self.attends else []
+        feed_forward = [*self.gate_up, self.down] if self.feeds else []
+        return sum(linear.nbytes for linear in (*attention, *feed_forward))
 
     def attention(
         self, x_NC: Tensor, rotary: Rotary, tables: tuple[Tensor, Tensor], masks: AttentionMasks, batch: Batch, cache: KVCache
@@ -80,10 +96,10 @@ class LlamaModel:
         self.config, self.device, self.dtype = config, loader.device, loader.kind.dtype
         self.embedding, self.layers, self.final_norm_C, self.head = embedding, list(layers), final_norm_C, head
         self.rotary = Rotary(config, loader.device)
-        self.windows = {layer.window for layer in self.layers}
+        self.windows = {layer.window for layer in self.layers if layer.attends}
         self._loader = loader
         self.row_report = loader.rules.report()
-        self.weight_bytes = sum(linear.nbytes for linear in loader.linears)
+        self.weight_bytes = sum(layer.nbytes for layer in self.layers) + head.nbytes
         self.weights = describe(loader.linears, head)
 
     @torch.inference_mode()
@@ -97,8 +113,10 @@ class LlamaModel:
         for layer in self.layers:
             if layer.index in taps:
                 tapped[layer.index] = x_NC
-            x_NC = x_NC + layer.attention(x_NC, self.rotary, tables, masks, batch, cache)
-            x_NC = x_NC + layer.feed_forward(x_NC)
+            if layer.attends:
+                x_NC = x_NC + layer.attention(x_NC, self.rotary, tables, masks, batch, cache)
+            if layer.feeds:
+                x_NC = x_NC + layer.feed_forward(x_NC)
         if self.config.num_layers in taps:
             tapped[self.config.num_layers] = x_NC
         x_NC = rms_norm(x_NC, self.final_norm_C, self.config.norm_eps)
@@ -111,6 +129,16 @@ class LlamaModel:
         """The head's rows for final hidden states [n, C]: float32 [n, vocab_size], before any warping."""
         return self.head(hidden).float()
 
+    @torch.inference_mode()
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """Rows of the embedding, [N, C]."""
+        return self.embedding(tokens_N)
+
+    @torch.inference_mode()
+    def head_rows(self, tokens_n: Tensor) -> Tensor:
+        """The head's weights for these tokens, float32 [n, C]."""
+        return self.head.rows(tokens_n, self.dtype, self.device)
+
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""
         return KVCache(
@@ -122,10 +150,15 @@ class LlamaModel:
             device=self.device,
         )
 
-    def subset(self, layers: Sequence[int]) -> LlamaModel:
-        """The same weights with only `layers`, each keeping its place in the cache."""
-        chosen = [layer for layer in self.layers if layer.index in set(layers)]
-        return LlamaModel(self.config, self.embedding, chosen, self.final_norm_C, self.head, self._loader)
+    def subset(self, attention: Collection[int], feed_forward: Collection[int] | None = None) -> LlamaModel:
+        """The same weights with the attention and the feed-forward of some layers, as in Model."""
+        feeding = attention if feed_forward is None else feed_forward
+        kept = [
+            layer.only(attention=layer.index in attention, feed_forward=layer.index in feeding)
+            for layer in self.layers
+            if layer.index in attention or layer.index in feeding
+        ]
+        return LlamaModel(self.config, self.embedding, kept, self.final_norm_C, self.head, self._loader)
 
 
 def build(source: WeightSource, kind: WeightKind, device: torch.device) -> Model:

@@ -6,7 +6,7 @@ products, which are ours. Shapes: N rows, C hidden width, H query heads, K key/v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from draftwise.cache import KVCache
 from draftwise.checkpoint import Checkpoint
 from draftwise.models.anatomy import Anatomy, Refused, examine, final_hidden, head_logits, head_of, swapped
-from draftwise.models.convert import Products, RowRuled, convert
+from draftwise.models.convert import Products, RowLinear, RowRuled, convert
 from draftwise.models.layers import AttentionMasks, attend
 from draftwise.models.linear import WeightKind
 from draftwise.models.rows import RowRule
@@ -102,6 +102,20 @@ class TransformersModel:
         """The head's rows for final hidden states [n, width]: float32 [n, vocab_size], before any warping."""
         return head_logits(self._head, hidden).float()
 
+    @torch.inference_mode()
+    def embed(self, tokens_N: Tensor) -> Tensor:
+        """Rows of the embedding, [N, width]."""
+        rows: Tensor = self._model.get_input_embeddings()(tokens_N)  # type: ignore[operator]
+        return rows.to(self.dtype)
+
+    @torch.inference_mode()
+    def head_rows(self, tokens_n: Tensor) -> Tensor:
+        """The head's weights for these tokens, float32 [n, width]."""
+        head = self._model.get_output_embeddings()  # type: ignore[operator]
+        if not isinstance(head, RowLinear):
+            raise ValueError(f"the head of {self.config.architecture} models is no plain product, so its rows cannot be borrowed")
+        return head.linear.rows(tokens_n, self.dtype, self.device)
+
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""
         return KVCache(
@@ -113,13 +127,14 @@ class TransformersModel:
             device=self.device,
         )
 
-    def subset(self, layers: Sequence[int]) -> TransformersModel:
-        """The same weights with only `layers`, each keeping its place in the cache."""
-        chosen = set(self._layers) & set(layers)
+    def subset(self, attention: Collection[int], feed_forward: Collection[int] | None = None) -> TransformersModel:
+        """The same weights with the attention and the feed-forward of some layers, as in Model.
+
+        A part that is left out puts out zeros. Raises ValueError where parts of this architecture are not modules of their own.
+        """
+        chosen = self._chosen(attention), self._chosen(attention if feed_forward is None else feed_forward)
         stack = self._model.get_submodule(self._anatomy.layers)
-        kept = [
-            layer if index in chosen else _Skipped(layer, self._anatomy.tuples) for index, layer in enumerate(stack.children())
-        ]
+        kept = [self._only(layer, index in chosen[0], index in chosen[1]) for index, layer in enumerate(stack.children())]
         model = swapped(self._model, self._anatomy.layers.split("."), nn.ModuleList(kept))
         return TransformersModel(
             model,
@@ -128,9 +143,26 @@ class TransformersModel:
             self._products,
             dtype=self.dtype,
             device=self.device,
-            layers=sorted(chosen),
+            layers=sorted(chosen[0] | chosen[1]),
             ruled=self._ruled,
         )
+
+    def _chosen(self, layers: Collection[int]) -> set[int]:
+        return set(self._layers) & set(layers)
+
+    def _only(self, layer: nn.Module, attends: bool, feeds: bool) -> nn.Module:
+        """The layer with one of its parts, both or none."""
+        if not attends and not feeds:
+            return _Skipped(layer, self._anatomy.tuples)
+        for wanted, part in ((attends, self._anatomy.attention), (feeds, self._anatomy.feed_forward)):
+            if not wanted:
+                if part is None:
+                    raise ValueError(
+                        f"attention and feed-forward of {self.config.architecture} models cannot be left out alone; "
+                        "leave out whole layers"
+                    )
+                layer = swapped(layer, [part.name], _Zeros(part.outputs))
+        return layer
 
     @contextmanager
     def _listening(self, taps: set[Tap], tapped: dict[Tap, Tensor]) -> Iterator[None]:
@@ -177,6 +209,18 @@ class _Skipped(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
+
+
+class _Zeros(nn.Module):
+    """Stands in for a part of a layer that is left out: `outputs` is the length of the tuple it returns, 0 for a tensor."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, *given: Any, **named: Any) -> Tensor | tuple[Tensor | None, ...]:
+        zeros = torch.zeros_like(given[0] if given else named["hidden_states"])
+        return (zeros, *[None] * (self.outputs - 1)) if self.outputs else zeros
 
 
 def build(checkpoint: Checkpoint, kind: WeightKind, device: torch.device) -> TransformersModel:

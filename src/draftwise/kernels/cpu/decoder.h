@@ -10,7 +10,7 @@
 
 namespace dw {
 
-struct LayerWeights {
+struct LayerWeights {  // a part without weights is left out: query null, no attention; gate null, no feed-forward
   const float *input_norm, *feed_norm;
   const float *query_norm, *key_norm;  // null: none
   const Weights *query, *key, *value, *output, *gate, *up, *down;
@@ -82,32 +82,39 @@ class Decoder {
       thread_local Worker worker;
       int stage = 0;
       stages.run(stage++, thread, int(n), [&](int row) { unpack_row(*w_.embedding, pass.tokens[row], x_ + row * w_.hidden); });
+      int attended = 0;  // layers whose attention was run before
       for (int l = 0; l < w_.layers; ++l) {
         const LayerWeights& layer = w_.layer[l];
-        Attention<Mode, T> here = attention;
-        here.window = layer.window;
-        here.keys = pool(layer.index, 0);
-        here.values = pool(layer.index, 1);
-        stages.run(stage++, thread, int(n), [&](int row) {
-          if (pass.taps[l]) std::memcpy(pass.taps[l] + int64_t(row) * w_.hidden, x_ + int64_t(row) * w_.hidden, w_.hidden * 4);
-          norm(row, layer.input_norm, normed_);
-        });
-        const int all_heads = w_.heads + 2 * w_.kv_heads;
-        stages.run(stage++, thread, normed_.chunks() * all_heads,
-                   [&](int item) { project(layer, item / all_heads, item % all_heads, worker); });
-        stages.run(stage++, thread, units * (split_ ? most_blocks_ : 1), [&](int item) { attend(here, l, item, worker); });
+        const auto enter = [&](int row, const float* weight, bool first) {
+          if (first) tap(row, pass.taps[l]);
+          norm(row, weight, normed_);
+        };
         const int columns = (w_.hidden + 16 * kColumns - 1) / (16 * kColumns);
-        stages.run(stage++, thread, attended_.chunks() * columns,
-                   [&](int item) { add(*layer.output, attended_, item / columns, item % columns * kColumns, worker); });
-        stages.run(stage++, thread, int(n), [&](int row) { norm(row, layer.feed_norm, normed_); });
-        const int inner_columns = (w_.inner + 16 * kColumns - 1) / (16 * kColumns);
-        stages.run(stage++, thread, normed_.chunks() * inner_columns,
-                   [&](int item) { gate(layer, item / inner_columns, item % inner_columns * kColumns, worker); });
-        stages.run(stage++, thread, inner_.chunks() * columns,
-                   [&](int item) { add(*layer.down, inner_, item / columns, item % columns * kColumns, worker); });
+        if (layer.query) {
+          Attention<Mode, T> here = attention;
+          here.window = layer.window;
+          here.keys = pool(layer.index, 0);
+          here.values = pool(layer.index, 1);
+          stages.run(stage++, thread, int(n), [&](int row) { enter(row, layer.input_norm, true); });
+          const int all_heads = w_.heads + 2 * w_.kv_heads;
+          stages.run(stage++, thread, normed_.chunks() * all_heads,
+                     [&](int item) { project(layer, item / all_heads, item % all_heads, worker); });
+          stages.run(stage++, thread, units * (split_ ? most_blocks_ : 1), [&](int item) { attend(here, attended, item, worker); });
+          stages.run(stage++, thread, attended_.chunks() * columns,
+                     [&](int item) { add(*layer.output, attended_, item / columns, item % columns * kColumns, worker); });
+          ++attended;
+        }
+        if (layer.gate) {
+          stages.run(stage++, thread, int(n), [&](int row) { enter(row, layer.feed_norm, !layer.query); });
+          const int inner_columns = (w_.inner + 16 * kColumns - 1) / (16 * kColumns);
+          stages.run(stage++, thread, normed_.chunks() * inner_columns,
+                     [&](int item) { gate(layer, item / inner_columns, item % inner_columns * kColumns, worker); });
+          stages.run(stage++, thread, inner_.chunks() * columns,
+                     [&](int item) { add(*layer.down, inner_, item / columns, item % columns * kColumns, worker); });
+        }
       }
       stages.run(stage++, thread, int(n), [&](int row) {
-        if (pass.taps[w_.layers]) std::memcpy(pass.taps[w_.layers] + int64_t(row) * w_.hidden, x_ + int64_t(row) * w_.hidden, w_.hidden * 4);
+        tap(row, pass.taps[w_.layers]);
         final_norm(row);
       });
     });
@@ -121,6 +128,10 @@ class Decoder {
 
   T* pool(int64_t layer, int which) const {
     return static_cast<T*>(pass_->pool) + (layer * 2 + which) * w_.kv_heads * pass_->pool_rows * w_.head_dim;
+  }
+
+  void tap(int64_t row, float* to) const {
+    if (to) std::memcpy(to + row * w_.hidden, x_ + row * w_.hidden, w_.hidden * 4);
   }
 
   float scale_of(const float* x, int width) const {  // 1 / root of the mean square
@@ -200,7 +211,8 @@ class Decoder {
     }
   }
 
-  void attend(const Attention<Mode, T>& attention, int layer, int item, Worker& worker) {
+  // `before`: layers of this pass whose attention is done
+  void attend(const Attention<Mode, T>& attention, int before, int item, Worker& worker) {
     const int count = split_ ? most_blocks_ : 1, unit = item / count;
     const auto& tile = tiles_[unit / w_.kv_heads];
     const int kv_head = unit % w_.kv_heads;
@@ -221,7 +233,7 @@ class Decoder {
       const auto part = [&](int b) { return attention.state(partial_ + (int64_t(unit) * count + b) * attention.state_floats()); };
       if (block >= first && block < last)
         attention.attend(tile, kv_head, block, attention.arrange(tile, kv_head, worker.attention), part(block), worker.attention);
-      if (finished_[unit].fetch_add(1, std::memory_order_acq_rel) + 1 != count * (layer + 1)) return;
+      if (finished_[unit].fetch_add(1, std::memory_order_acq_rel) + 1 != count * (before + 1)) return;
       attention.begin(running);
       for (int b = first; b < last; ++b) attention.merge(running, part(b), slots);
     }
