@@ -18,13 +18,15 @@ from draftwise.types import Decoder, Piece, Request, SamplingParams, Stats, Toke
 class Sequence:
     """A request's state, shared by the engine and its drafter; a drafter only reads it.
 
-    `tokens` holds the prompt and then the output. `context` is the most tokens both may have together.
+    `tokens` holds the prompt and then the output. `context` is the most tokens both may have together. `slot` is the place
+    in the target's cache, which the scheduler gives; None while the request waits.
     """
 
     def __init__(
         self, identity: int, request: Request, *, end_tokens: Collection[int], context: int, decoder: Decoder, choice: int = 0
     ) -> None:
         self.id = identity
+        self.slot: int | None = None
         self.request = request
         self.params = request.params
         self.tokens = list(request.prompt)

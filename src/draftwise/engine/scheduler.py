@@ -28,7 +28,6 @@ class Scheduler:
         self.cache, self.max_batch, self.chunk, self.slack = cache, max_batch, chunk, slack
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
-        self.slots: dict[int, int] = {}
         self._promised: dict[int, int] = {}  # pages
 
     def add(self, seq: Sequence) -> None:
@@ -45,7 +44,9 @@ class Scheduler:
         if self.running.pop(seq.id, None) is None:
             self.waiting.remove(seq)
             return
-        self.cache.free(self.slots.pop(seq.id))
+        assert seq.slot is not None
+        self.cache.free(seq.slot)
+        seq.slot = None
         del self._promised[seq.id]
 
     def turns(self) -> list[Turn]:
@@ -57,16 +58,15 @@ class Scheduler:
             self.waiting.popleft()
             self._promised[seq.id] = self._pages(seq)
             self.running[seq.id] = seq
-            self.slots[seq.id] = self.cache.alloc()
-        missing = {seq.id: len(seq.tokens) - self.cache.length(self.slots[seq.id]) for seq in self.running.values()}
+            seq.slot = self.cache.alloc()
+        reading = [(seq, seq.slot, self.cache.length(seq.slot)) for seq in self.running.values() if seq.slot is not None]
         budget, turns = self.chunk, []
-        for seq in sorted(self.running.values(), key=lambda seq: missing[seq.id] > 1):
-            slot, count = self.slots[seq.id], missing[seq.id]
-            count = count if count == 1 else min(count, budget)
+        for seq, slot, start in sorted(reading, key=lambda item: len(item[0].tokens) - item[2] > 1):
+            missing = len(seq.tokens) - start
+            count = missing if missing == 1 else min(missing, budget)
             if count:
                 budget -= count
-                start = self.cache.length(slot)
-                turns.append(Turn(seq, slot, seq.tokens[start : start + count], count == missing[seq.id]))
+                turns.append(Turn(seq, slot, seq.tokens[start : start + count], count == missing))
         return turns
 
     def _pages(self, seq: Sequence) -> int:
