@@ -111,12 +111,16 @@ def engine(
     end_tokens: Sequence[int] = (),
     cost: CostTable = FLAT,
     vocab: int | None = None,
+    cache: KVCache | None = None,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Engine:
-    """An engine over a table model. Its clock stands still unless given, so that nothing depends on the machine."""
+    """An engine over a table model. Its clock stands still unless given, so that nothing depends on the machine.
+
+    cache: for a drafter that shares the target's.
+    """
     return Engine(
         model,
-        model.new_cache(capacity),
+        cache or model.new_cache(capacity),
         [drafters] if isinstance(drafters, Drafter) else drafters,
         name="test",
         vocab=vocab or model.config.vocab_size,

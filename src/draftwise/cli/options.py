@@ -54,24 +54,28 @@ drafter_option = click.option(
     help="How to draft: none for plain decoding, model:PATH for a smaller model; several draft together.",
 )
 
-model_options = _stacked(
+target_options = _stacked(
     click.option("--model", default="smollm2", show_default=True, metavar="MODEL",
                  help="A folder, a hub id, a .gguf file or an alias."),
+    click.option("--quantize", type=click.Choice(["int8", "int4"]), help="Convert the target's weights when loading."),
+    click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Number format; default: the file's own."),
+    click.option("--device", default="cpu", show_default=True, help="Where to run: cpu, cuda, cuda:1 …"),
+    click.option("--revision", help="Branch, tag or commit of a hub id."),
+    click.option("--context", type=click.IntRange(min=1), metavar="N", help="Longest prompt and output together, in tokens."),
+    click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; default: torch's choice."),
+    click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template."),
+)
+
+model_options = _stacked(
+    target_options,
     click.option("-o", "options", type=pair, metavar="KEY=VALUE", multiple=True,
                  help="An option of the drafter, NAME.KEY=VALUE where several have it; repeatable."),
     click.option("--draft-tokens", type=draft_tokens, metavar="N|auto", default="auto", show_default=True,
                  help="Most tokens to draft a step; auto drafts what pays, 0 nothing."),
     click.option("--verify", type=click.Choice(["match", "rejection", "block"]), default="match", show_default=True,
                  help="Verification rule; match gives the same tokens as plain decoding, seed for seed."),
-    click.option("--quantize", type=click.Choice(["int8", "int4"]), help="Convert the target's weights when loading."),
-    click.option("--draft-quantize", type=click.Choice(["int8", "int4"]), help="The same for a draft model."),
-    click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Number format; default: the file's own."),
-    click.option("--draft-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="The same for a draft model."),
-    click.option("--device", default="cpu", show_default=True, help="Where to run: cpu, cuda, cuda:1 …"),
-    click.option("--revision", help="Branch, tag or commit of a hub id."),
-    click.option("--context", type=click.IntRange(min=1), metavar="N", help="Longest prompt and output together, in tokens."),
-    click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; default: torch's choice."),
-    click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template."),
+    click.option("--draft-quantize", type=click.Choice(["int8", "int4"]), help="As --quantize, for a draft model."),
+    click.option("--draft-dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="As --dtype, for a draft model."),
 )
 
 sampling_options = _stacked(
@@ -147,17 +151,14 @@ def load(flags: Flags, *, drafter: str, options: Mapping[str, str], batch: int =
         flags["model"],
         drafter=drafter,
         options=options,
-        draft_tokens=flags["draft_tokens"],
-        verify=flags["verify"],
         dtype=flags["dtype"],
         quantize=flags["quantize"],
-        draft_quantize=flags["draft_quantize"],
-        draft_dtype=flags["draft_dtype"],
         device=flags["device"],
         revision=flags["revision"],
         max_batch=batch,
         context=flags["context"],
         notice=note,
+        **{name: flags[name] for name in ("draft_tokens", "verify", "draft_quantize", "draft_dtype") if name in flags},
     )
 
 

@@ -154,13 +154,12 @@ class TransformersModel:
         """The layer with one of its parts, both or none."""
         if not attends and not feeds:
             return _Skipped(layer, self._anatomy.tuples)
-        for wanted, part in ((attends, self._anatomy.attention), (feeds, self._anatomy.feed_forward)):
+        anatomy = self._anatomy
+        for name, wanted, part in (("attention", attends, anatomy.attention), ("feed-forward", feeds, anatomy.feed_forward)):
             if not wanted:
                 if part is None:
-                    raise ValueError(
-                        f"attention and feed-forward of {self.config.architecture} models cannot be left out alone; "
-                        "leave out whole layers"
-                    )
+                    which = f"the {name} of {self.config.architecture} models"
+                    raise ValueError(f"{which} cannot be left out alone; leave out whole layers")
                 layer = swapped(layer, [part.name], _Zeros(part.outputs))
         return layer
 
