@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import draftwise as dw
-from tiny import tiny_checkpoint
+from tiny import tiny_checkpoint, tiny_draft
 
 SAMPLING = {
     "greedy": {},
@@ -51,7 +51,7 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def drafters(path: Path) -> list[str]:
-    """Every drafter there is, with a checkpoint or a text for those that take one."""
+    """Every drafter there is, with a checkpoint, a text or a draft trained for it for those that take one."""
     text = path.parent / "corpus.txt"
     text.write_text("\n".join(PROMPTS), encoding="utf-8")
     names = []
@@ -60,8 +60,10 @@ def drafters(path: Path) -> list[str]:
             dw.load(str(path), drafter=name, context=64)
             names.append(name)
         except ValueError as error:
-            needed = {"needs a checkpoint": path, "needs a text": text}
+            needed = {"needs a checkpoint": path, "needs a text": text, "needs a draft": path.parent / f"{path.name}-{name}"}
             (what,) = [need for need in needed if need in str(error)]
+            if what == "needs a draft" and not needed[what].exists():
+                tiny_draft(needed[what], path, name)
             names.append(f"{name}:{needed[what]}")
     return [name for name in names if name != "none"]
 

@@ -103,6 +103,19 @@ def tiny_tokenizer(folder: Path | str, *, chat_template: str | None = CHAT_TEMPL
     return folder
 
 
+def tiny_draft(folder: Path | str, target: Path | str, kind: str, *, updates: int = 2, **options: Any) -> Path:
+    """Train a draft of a kind for a tiny_checkpoint, as `draftwise train` does, and write it to `folder`."""
+    import draftwise
+    from draftwise.train import find_kind
+    from draftwise.train.loop import Plan, train
+
+    module, folder = find_kind(kind), Path(folder)
+    llm = draftwise.load(str(target), dtype="fp32", context=128, max_batch=4)
+    plan = Plan(updates=updates, tokens=300, rows=100, max_answer=24, served_prompts=1, served_tokens=4)
+    train(llm, lambda corpus: module.build(module.Options(**options), llm.target, corpus), folder, plan)
+    return folder
+
+
 def tiny_gguf(
     path: Path | str,
     folder: Path | str,

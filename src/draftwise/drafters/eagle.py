@@ -79,7 +79,8 @@ class EagleRunner:
 
         tables = self.network.midlayer.rotary.tables(batch.positions_N, self.kind.dtype)
         embedded_NC = self.target.embed(batch.tokens_N).to(self.kind.dtype)
-        return self.network(embedded_NC, state_NC.to(self.kind.dtype), tables, attention)
+        handed_NC: Tensor = self.network(embedded_NC, state_NC.to(self.kind.dtype), tables, attention)
+        return handed_NC
 
 
 def build(options: Options, target: Target, source: DraftSource | None) -> FeatureDrafter:

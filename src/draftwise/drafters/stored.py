@@ -48,7 +48,7 @@ def expand(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         minima = tensors.get(name + MINIMA)
         if minima is not None:
             tensor = torch.stack([tensor & 15, tensor >> 4], -1).flatten(1)
-        grouped_MGK = tensor.float().unflatten(1, (scales.shape[1], -1)) * scales.float()[..., None]
+        grouped_MGK = tensor.float().view(*scales.shape, -1) * scales.float()[..., None]
         if minima is not None:
             grouped_MGK += minima.float()[..., None]
         plain[name] = grouped_MGK.flatten(1)

@@ -13,7 +13,7 @@ import torch
 
 from draftwise.drafters.base import Target
 from draftwise.train.capture import Captured, Shot, capture, collate
-from draftwise.train.data import Answer
+from draftwise.train.data import Answer, Corpus
 from draftwise.types import Tap
 
 HELD_OUT = 40
@@ -83,12 +83,13 @@ class Shots:
         return batch
 
 
-def endless(answers: Seq[Answer], place: Place, *, seed: int, rows: int) -> Iterator[list[int]]:
+def endless(corpus: Corpus, place: Place, *, seed: int, rows: int) -> Iterator[list[int]]:
     """Batches from a place on, epoch after epoch; `place` moves along, past the batch that was given."""
     while True:
+        corpus.refresh()
         if place.batch == 0:
-            place.answers = len(answers)  # answers that come while an epoch runs wait for the next
-        batches = epoch_batches(answers[: place.answers], seed=seed, epoch=place.epoch, rows=rows)
+            place.answers = len(corpus.answers)  # answers that come while an epoch runs wait for the next
+        batches = epoch_batches(corpus.answers[: place.answers], seed=seed, epoch=place.epoch, rows=rows)
         while place.batch < len(batches):
             place.batch += 1
             yield batches[place.batch - 1]

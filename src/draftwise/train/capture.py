@@ -56,7 +56,8 @@ def capture(target: Target, answers: Seq[Answer], taps: Seq[Tap], *, most_tokens
     order = sorted(range(len(answers)), key=lambda i: len(answers[i].prompt) + len(answers[i].tokens))
     shots: dict[int, Shot] = {}
     while order:
-        turn, rows = [], 0
+        turn: list[int] = []
+        rows = 0
         while order and (not turn or rows + _length(answers[order[0]]) <= PASS_ROWS):
             rows += _length(answers[order[0]])
             turn.append(order.pop(0))

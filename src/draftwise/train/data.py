@@ -30,6 +30,7 @@ FROM_TEXT = (
 )
 LANGUAGES = ("German", "French", "Spanish", "English", "Italian")
 LEAST_TEXT, MOST_TEXT = 200, 2000  # characters of an answer that a longer prompt is made of
+MOST_REFUSED = 100
 LEAST_QUESTION, MOST_QUESTION = 8, 256  # tokens of a prompt that the model makes up
 
 
@@ -122,13 +123,17 @@ class _Maker:
 
     def run(self, done: Callable[[], bool]) -> None:
         waiting: dict[int, Callable[[Result], None]] = {}
+        refused = 0
         while not done():
             while len(waiting) < 2 * self.engine.max_batch:
                 request, then = self._next()
                 try:
                     waiting[self.engine.submit(request)] = then
-                except ValueError:  # too long for the context
-                    continue
+                    refused = 0
+                except ValueError as error:  # too long for the context
+                    refused += 1
+                    if refused == MOST_REFUSED:
+                        raise ValueError(f"{refused} prompts one after another cannot be answered; the last: {error}") from None
             for event in self.engine.step():
                 if event.result is not None:
                     waiting.pop(event.request_id)(event.result)

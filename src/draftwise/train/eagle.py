@@ -10,6 +10,7 @@ last), H query heads, K key heads, G = H / K, D head size, E the target's width,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Options:
     steps: int = field(default=3, metadata={"help": "steps on its own outputs that it is trained on"})
     decay: float = field(default=0.8, metadata={"help": "weight of a step against the one before"})
     inner: int = field(default=0, metadata={"help": "width of the feed-forward; 0: the target's"})
-    feature_weight: float = field(default=0.3, metadata={"help": "weight of meeting the target's final hidden state"})
+    feature_weight: float = field(default=2.0, metadata={"help": "weight of meeting the target's final hidden state"})
 
     def __post_init__(self) -> None:
         for name in ("vocab", "steps"):
@@ -47,6 +48,47 @@ class Options:
         for name in ("decay", "feature_weight", "inner"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Which rows of a batch learn. Row i reads the features of token i and token i + 1, and guesses token i + 2.
+
+    R = `last` rows in all, of which those from `first` on learn where `learns_BA` says so: the guessed token is an answer's,
+    and not its first, which the target gives with the prompt. bias_BAR: 0 where a learning row may look at a row, else -inf.
+    """
+
+    first: int
+    last: int
+    positions_BR: Tensor
+    learns_BA: Tensor
+    bias_BAR: Tensor
+
+    @staticmethod
+    def of(batch: Captured) -> Rows:
+        length, starts_B1 = batch.tokens_BT.shape[1], batch.starts_B[:, None]
+        last = length - 2
+        columns_R = torch.arange(last, device=starts_B1.device)
+        first = last - (int(batch.answers_B.max()) - 1)
+        learning_A = columns_R[first:]
+        seen_BAR = (columns_R <= learning_A[:, None]) & (columns_R >= starts_B1)[:, None]
+        seen_BAR = seen_BAR | (columns_R == learning_A[:, None])  # a row of padding sees itself: none would give NaN
+        return Rows(
+            first,
+            last,
+            (columns_R - starts_B1).clamp(min=0),
+            learning_A >= length - 1 - batch.answers_B[:, None],
+            torch.zeros(seen_BAR.shape, device=starts_B1.device).masked_fill_(~seen_BAR, -torch.inf),
+        )
+
+    def ahead(self, step: int) -> tuple[Tensor, Tensor]:
+        """The learning rows that have something to guess `step` tokens further on, bool [B, A], and the place of each one's
+        target among the learning rows."""
+        place_BA = torch.full(self.learns_BA.shape, -1, device=self.learns_BA.device)
+        place_BA[self.learns_BA] = torch.arange(int(self.learns_BA.sum()), device=place_BA.device)
+        ahead_BA = F.pad(place_BA, (0, step), value=-1)[:, step:]
+        guesses_BA = self.learns_BA & (ahead_BA >= 0)
+        return guesses_BA, ahead_BA[guesses_BA]
 
 
 class EagleLesson(Lesson):
@@ -72,56 +114,43 @@ class EagleLesson(Lesson):
         self.register_buffer("head_VE", target.model.head_rows(self.tokens_V).clone(), persistent=False)
 
     def forward(self, batch: Captured) -> dict[str, Tensor]:
-        net, options, embed = self.network, self.options, self.target.model.embed
-        tokens_BT, final_BTE = batch.tokens_BT, batch.features["final_norm"]
-        size, length = tokens_BT.shape
-        learning = int(batch.answers_B.max()) - 1
-        rows = length - 2
-        columns = torch.arange(rows, device=tokens_BT.device)
-        positions_BR = (columns[None] - batch.starts_B[:, None]).clamp(min=0)
-        features = torch.cat([batch.features[tap][:, :rows] for tap in net.shape.taps], -1).float() / self.scales_F
-        state = net.condense(features).float()
-        read, residual = net.enter(self._rows(embed, tokens_BT[:, 1 : rows + 1]), state)
-        tables = self._tables(positions_BR)
-        keys, values = net.midlayer.keys_values(read, tables)
-
-        suffix = slice(rows - learning, rows)
-        learns_BA = columns[suffix] >= (length - 1 - batch.answers_B)[:, None]
-        place_BA = torch.full((size, learning), -1, device=tokens_BT.device)
-        place_BA[learns_BA] = torch.arange(int(learns_BA.sum()), device=tokens_BT.device)
-        final_PE = final_BTE[:, rows - learning + 1 : rows + 1][learns_BA]
+        options, shape = self.options, self.network.shape
+        rows = Rows.of(batch)
+        final_PE = batch.features["final_norm"][:, rows.first + 1 : rows.last + 1][rows.learns_BA]
         p_PV = distributions(final_PE, self.head_VE, self._dtype())
-        bias_BAR = torch.zeros(size, learning, rows, device=tokens_BT.device)
-        seen = (columns <= columns[suffix][:, None])[None] & (columns >= batch.starts_B[:, None])[:, None]
-        bias_BAR.masked_fill_(~(seen | (columns == columns[suffix][:, None])[None]), -torch.inf)
-
-        read, residual = read[:, suffix], residual[:, suffix]
-        own: list[tuple[Tensor, Tensor]] = []
-        loss = residual.new_zeros(())
-        count, figures = max(int(learns_BA.sum()), 1), {}
-        for step in range(options.steps):
-            tables = self._tables(positions_BR[:, suffix] + step)
-            if step:
-                following = F.pad(tokens_BT, (0, step))[:, rows - learning + 1 + step : rows + 1 + step]
-                read, residual = net.enter(self._rows(embed, following), state)
-                own.append(net.midlayer.keys_values(read, tables))
-            attended = unrolled_attention(net.midlayer.queries(read, tables), keys, values, own, bias_BAR)
-            state = net.handed_on(net.midlayer.leave(residual, attended)).float()
-            valid_BA = learns_BA & (columns[suffix] < rows - step)
-            ahead_BA = F.pad(place_BA, (0, step), value=-1)[:, step:]
-            place_n = ahead_BA[valid_BA]
-            before_head = net.before_head(state[valid_BA]).float()
-            head = net.lm_head.weight if net.shape.own_head else self.head_VE
-            crossed, accepted, right = match(before_head, head, p_PV, place_n, torch.ones_like(place_n, dtype=torch.float32))
-            lost = crossed
-            if options.feature_weight and not net.shape.own_head:
-                wanted = final_PE[place_n].float()
-                missed = F.smooth_l1_loss(before_head / self.final_scale, wanted / self.final_scale, reduction="none")
-                lost = lost + options.feature_weight * missed.mean(-1).sum() * net.shape.target_hidden**0.5
+        head = self.network.lm_head.weight if shape.own_head else self.head_VE
+        count = max(len(final_PE), 1)
+        loss, figures = p_PV.new_zeros((), dtype=torch.float32), {}
+        for step, state_BAC in enumerate(self.unroll(batch)):
+            guesses_BA, place_n = rows.ahead(step)
+            before_head = self.network.before_head(state_BAC[guesses_BA]).float()
+            lost, accepted = match(before_head, head, p_PV, place_n)
+            if options.feature_weight and not shape.own_head:
+                wanted, scale = final_PE[place_n].float(), self.final_scale
+                missed = F.smooth_l1_loss(before_head / scale, wanted / scale, reduction="none")
+                lost = lost + options.feature_weight * missed.mean(-1).sum()
             loss = loss + options.decay**step * lost / count
-            reached = max(len(place_n), 1)
-            figures |= {f"accepted_{step + 1}": accepted / reached, f"right_{step + 1}": right / reached}
+            figures[f"accepted_{step + 1}"] = accepted / max(len(place_n), 1)
         return {"loss": loss / sum(options.decay**step for step in range(options.steps)), **figures}
+
+    def unroll(self, batch: Captured) -> Iterator[Tensor]:
+        """Step by step what the learning rows hand on, [B, A, C]: row a of step s has read s drafted tokens after its own."""
+        net, rows, tokens_BT = self.network, Rows.of(batch), batch.tokens_BT
+        features = torch.cat([batch.features[tap][:, : rows.last] for tap in net.shape.taps], -1).float() / self.scales_F
+        read, residual = net.enter(self._embed(tokens_BT[:, 1 : rows.last + 1]), net.condense(features).float())
+        keys, values = net.midlayer.keys_values(read, self._tables(rows.positions_BR))
+        read, residual = read[:, rows.first :], residual[:, rows.first :]
+        own: list[tuple[Tensor, Tensor]] = []
+        state = residual
+        for step in range(self.options.steps):
+            tables = self._tables(rows.positions_BR[:, rows.first :] + step)
+            if step:
+                following = F.pad(tokens_BT, (0, step))[:, rows.first + 1 + step : rows.last + 1 + step]
+                read, residual = net.enter(self._embed(following), state)
+                own.append(net.midlayer.keys_values(read, tables))
+            attended = unrolled_attention(net.midlayer.queries(read, tables), keys, values, own, rows.bias_BAR)
+            state = net.handed_on(net.midlayer.leave(residual, attended)).float()
+            yield state
 
     def restore(self, state: dict[str, Tensor]) -> None:
         super().restore(state)
@@ -136,9 +165,8 @@ class EagleLesson(Lesson):
                 network.fc.weight /= self.scales_F.cpu()
         write_eagle(folder, network, self.target, card)
 
-    def _rows(self, embed: Any, tokens_BA: Tensor) -> Tensor:
-        rows: Tensor = embed(tokens_BA.reshape(-1))
-        return rows.view(*tokens_BA.shape, -1).float()
+    def _embed(self, tokens_BA: Tensor) -> Tensor:
+        return self.target.model.embed(tokens_BA.reshape(-1)).view(*tokens_BA.shape, -1).float()
 
     def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.network.midlayer.rotary.tables(positions.reshape(-1), torch.float32)

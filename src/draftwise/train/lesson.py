@@ -48,45 +48,42 @@ class Match(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor, weight_n: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor
+    ) -> tuple[Tensor, Tensor]:
         head = head_VC.detach().to(p_PV.dtype)
         grad_nC = torch.empty_like(hidden_nC)
         grad_VC = torch.zeros_like(head_VC) if ctx.needs_input_grad[1] else None
-        loss, accepted, right = (hidden_nC.new_zeros((), dtype=torch.float32) for _ in range(3))
+        loss, accepted = (hidden_nC.new_zeros((), dtype=torch.float32) for _ in range(2))
         for start in range(0, len(hidden_nC), ROWS):
             rows = slice(start, start + ROWS)
             x = hidden_nC[rows].to(p_PV.dtype)
             log_q = (x @ head.T).float().log_softmax(-1)
-            p, weight = p_PV[place_n[rows]].float(), weight_n[rows]
-            loss -= ((p * log_q).sum(-1) * weight).sum()
+            p = p_PV[place_n[rows]].float()
+            loss -= (p * log_q).sum()
             q = log_q.exp_()
-            accepted += (torch.minimum(p, q).sum(-1) * weight).sum()
-            right += ((p.argmax(-1) == q.argmax(-1)) * weight).sum()
-            slope = (q.sub_(p)).mul_(weight[:, None]).to(p_PV.dtype)
+            accepted += torch.minimum(p, q).sum()
+            slope = q.sub_(p).to(p_PV.dtype)
             grad_nC[rows] = (slope @ head).to(hidden_nC.dtype)
             if grad_VC is not None:
                 grad_VC += (slope.T @ x).to(grad_VC.dtype)
         ctx.save_for_backward(grad_nC, grad_VC)
-        return loss, accepted, right
+        return loss, accepted
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_nC, grad_VC = ctx.saved_tensors
-        return grad_nC * grad, None if grad_VC is None else grad_VC * grad, None, None, None
+        return grad_nC * grad, None if grad_VC is None else grad_VC * grad, None, None
 
 
-def match(
-    hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor, weight_n: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over rows, each times its weight: cross-entropy, the chance that rejection accepts, how often both tops agree.
+def match(hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over rows: cross-entropy, and the chance that rejection accepts what the draft says, 1 - TV(p, q).
 
     hidden_nC: what the draft's head reads; head_VC: the head; p_PV: the target's distributions, place_n: each row's. Forward
     KL divergence but for a constant: its gradient is q - p.
     """
-    loss, accepted, right = Match.apply(hidden_nC, head_VC, p_PV, place_n, weight_n)
-    return loss, accepted, right
+    loss, accepted = Match.apply(hidden_nC, head_VC, p_PV, place_n)  # type: ignore[no-untyped-call]
+    return loss, accepted
 
 
 @torch.no_grad()

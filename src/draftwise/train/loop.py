@@ -39,6 +39,7 @@ class Plan:
     minutes: of wall time, data included. tokens: of answers to make. updates: exactly so many, whatever time they take.
     rows: answered tokens of an update. memory: bytes of captured rows kept from one epoch to the next. patience:
     measurements without progress that end training; 0: none do. every: minutes between measurements of the served draft.
+    served_prompts, served_tokens: how much is answered then. save_every: seconds between checkpoints.
     """
 
     minutes: float | None = None
@@ -57,6 +58,8 @@ class Plan:
     invented: float | None = None
     longer: float = 0.25
     served_prompts: int = 8
+    served_tokens: int = 64
+    save_every: float = 60.0
 
     def __post_init__(self) -> None:
         for name in ("minutes", "tokens", "updates", "rows", "learning_rate", "every", "most_tokens", "served_prompts"):
@@ -182,7 +185,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the end of the plan."""
-        batches = endless(self.corpus.answers, self.place, seed=self.plan.seed, rows=self.plan.rows)
+        batches = endless(self.corpus, self.place, seed=self.plan.seed, rows=self.plan.rows)
         started = time.monotonic() - self.curve.seconds
         saved = time.monotonic()
         while self.progress < 1 and not (self.plan.patience and self.curve.stale >= self.plan.patience):
@@ -197,7 +200,7 @@ class Trainer:
             self.report({"phase": "train", "progress": self.progress, "left": self._left(), **figures})
             if self.curve.seconds - self.curve.measured >= self.plan.every * 60:
                 self._measure()
-            if time.monotonic() - saved > 60:
+            if time.monotonic() - saved >= self.plan.save_every:
                 self._save()
                 saved = time.monotonic()
         self._measure()
@@ -240,7 +243,7 @@ class Trainer:
             prompts = [self.corpus.answers[place].prompt for place in places[: self.plan.served_prompts]]
             prompts = prompts or [self.corpus.answers[0].prompt]
             self._write()
-            served = measure_served(self.llm, self.lesson.drafter, self.out, prompts)
+            served = measure_served(self.llm, self.lesson.drafter, self.out, prompts, max_tokens=self.plan.served_tokens)
             self._note(served)
         if dist.is_initialized():
             stale = torch.tensor([self.curve.stale])
