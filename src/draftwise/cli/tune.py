@@ -84,7 +84,7 @@ def command(
     trial = found.trial
     size = f"{len(trial.skip)} of {2 * llm.config.num_layers} parts"
     gain = f"{trial.tokens_per_step:.2f} tokens a pass, {trial.speedup:.2f}× the speed of plain decoding"
-    click.echo(f"skip {trial.skip or 'nothing'}: {size}; {found.trials} sets tried")
+    click.echo(f"skip {trial.skip}: {size}; {found.trials} sets tried")
     click.echo(f"drafts of {trial.length}: {gain}")
     click.echo(f"written to {out}: --drafter skip -o file={out}")
     if trial.speedup <= 1:

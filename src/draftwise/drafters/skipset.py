@@ -80,7 +80,7 @@ class SkipSet:
         """Read a saved set. Raises ValueError where the file is something else or was found for another model."""
         try:
             saved = json.loads(Path(path).read_text(encoding="utf-8"))
-            found, shape = SkipSet.parse(saved["skip"]) if saved["skip"] else NOTHING, {name: saved[name] for name in SHAPE}
+            found, shape = SkipSet.parse(saved["skip"]), {name: saved[name] for name in SHAPE}
         except OSError as error:
             raise ValueError(f"{path}: {(error.strerror or type(error).__name__).lower()}") from None
         except (ValueError, KeyError, TypeError, AttributeError):

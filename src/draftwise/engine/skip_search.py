@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Sequence as Seq
 from heapq import heapify, heappop, heappush
-from math import inf
 from typing import NamedTuple
 
 import torch
@@ -221,21 +220,26 @@ class Judge:
 
 
 def search(judge: Callable[[SkipSet], Trial], single: Seq[SkipSet], *, go_on: Callable[[], bool], seed: int = 0) -> Trial:
-    """The fastest set found: one part after another is left out, then changes of one or two parts are tried at random.
+    """The fastest set found that leaves out something: one part after another, then changes of one or two at random.
 
     The first is lazy greedy (Minoux 1978): a part's gain is estimated by what it was when it was judged last, and judged anew
     only once it is the largest estimate. Ends after PATIENCE random changes a part in vain.
     """
-    best = judge(NOTHING)
-    waiting = [(-inf, -1, place) for place in range(len(single))]  # gain, negative; parts left out when it was judged; which
+    whole, alone = judge(NOTHING), [judge(single[0])]
+    for part in single[1:]:
+        if go_on():
+            alone.append(judge(part))
+    best, every = max(alone, key=lambda trial: trial.speedup), sum(map(len, single))
+    # loss, parts left out when it was judged, which part
+    waiting = [(whole.speedup - trial.speedup, 0, place) for place, trial in enumerate(alone) if trial is not best]
     heapify(waiting)
     while waiting and go_on():
-        gain, when, place = heappop(waiting)
-        if when == len(best.skip):
-            if gain >= 0:
-                break
+        loss, judged, place = heappop(waiting)
+        if loss >= 0:
+            break
+        if judged == len(best.skip):
             best = judge(best.skip | single[place])
-        elif len(single[place] | best.skip) < _parts(single):
+        elif len(best.skip | single[place]) < every:
             trial = judge(best.skip | single[place])
             heappush(waiting, (best.speedup - trial.speedup, len(best.skip), place))
     noise, vain = random.Random(seed), 0
@@ -243,11 +247,6 @@ def search(judge: Callable[[SkipSet], Trial], single: Seq[SkipSet], *, go_on: Ca
         skip = best.skip
         for part in noise.sample(single, min(noise.choice((1, 2)), len(single))):
             skip ^= part
-        trial = judge(skip) if len(skip) < _parts(single) else best
+        trial = judge(skip) if 0 < len(skip) < every else best
         best, vain = (trial, 0) if trial.speedup > best.speedup else (best, vain + 1)
     return best
-
-
-def _parts(single: Seq[SkipSet]) -> int:
-    """Parts of the whole model."""
-    return sum(map(len, single))
