@@ -16,7 +16,7 @@ constexpr int kBlockPages = 8;  // pages whose softmax is one
 constexpr int kBlockKeys = kPage * kBlockPages;
 constexpr int kMostQueries = kLanes == 16 ? 6 : 4;  // query rows in registers
 constexpr int kMostLanes = kLanes == 16 ? 4 : 1;    // vectors of keys, or of head channels, beside them
-constexpr int kTileQueries = 24;                    // query rows that share keys brought into shape
+constexpr int kTileQueries = 48;                    // query rows that share keys brought into shape
 
 struct Span {  // one slot's rows in a pass
   int64_t start, stop, committed, staged;
@@ -62,18 +62,18 @@ class Paths {
   std::vector<std::vector<int64_t>> tails_;
 };
 
-// acc[r][c] += lanes (c, p) times pair (p, r), over pairs in order.
+// acc[r][c] += lanes (c, p) times pair (r, p), over pairs in order.
 template <class Mode, int R, int C>
-DW_INLINE void multiply(const uint8_t* lanes, int64_t lane_step, int64_t pair_step, const typename Mode::Pair* x, int stride,
+DW_INLINE void multiply(const uint8_t* lanes, int64_t lane_step, int64_t pair_step, const typename Mode::Pair* x, int64_t stride,
                         int pairs, F (&acc)[R][C]) {
-  for (int p = 0; p < pairs; ++p, lanes += pair_step, x += stride) {
+  for (int p = 0; p < pairs; ++p, lanes += pair_step, ++x) {
     if constexpr (std::is_same_v<Mode, Bf16Mode>) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
       U w[C];
       for (int c = 0; c < C; ++c) w[c] = load((const uint32_t*)(lanes + c * lane_step));
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const U b = splat(x[r]);
+        const U b = splat(x[r * stride]);
         for (int c = 0; c < C; ++c) acc[r][c] = dot_bf16(acc[r][c], w[c], b);
       }
 #endif
@@ -85,7 +85,7 @@ DW_INLINE void multiply(const uint8_t* lanes, int64_t lane_step, int64_t pair_st
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const F a = splat(x[r].even), b = splat(x[r].odd);
+        const F a = splat(x[r * stride].even), b = splat(x[r * stride].odd);
         for (int c = 0; c < C; ++c) acc[r][c] = fma(odd[c], b, fma(even[c], a, acc[r][c]));
       }
     }
@@ -165,7 +165,7 @@ class Attention {
   int blocks(const Tile& tile) const {
     return parts() > 1 ? tile.rows * parts() : (tile.rows + rows_per_block() - 1) / rows_per_block();
   }
-  int most_slots() const { return std::max(rows_per_tile() + rows_per_block(), 1) * parts() * part(); }
+  int most_slots() const { return (std::max(rows_per_tile() + rows_per_block(), 1) * parts() * part() + 15) / 16 * 16; }
   int slot(const Tile& tile, int row, int head) const {
     if (parts() > 1) return (row * parts() + head / part()) * part() + head % part();
     return row / rows_per_block() * height(tile) + row % rows_per_block() * group() + head;
@@ -198,18 +198,20 @@ class Attention {
 
   // Add a later block to a running state.
   void merge(const State& into, const State& block, int slots) const {
-    for (int i = 0; i < slots; ++i) {
-      if (block.largest[i] == -INFINITY) continue;
-      const float largest = std::max(into.largest[i], block.largest[i]);
-      const F old = exp(splat(into.largest[i] - largest)), now = exp(splat(block.largest[i] - largest));
-      float a[16], b[16];
-      store(a, old);
-      store(b, now);
-      into.total[i] = into.total[i] * a[0] + block.total[i] * b[0];
-      into.largest[i] = largest;
-      for (int d = 0; d < head_dim; d += 16) {
-        float* at = into.sum + i * head_dim + d;
-        store(at, load(at) * old + load(block.sum + i * head_dim + d) * now);
+    for (int first = 0; first < slots; first += 16) {
+      const F a = load(into.largest + first), b = load(block.largest + first), largest = max(a, b);
+      const F base = max(largest, splat(-3e38f));  // where neither has seen a key, both weigh nothing
+      float old[16], now[16];
+      store(old, exp(a - base));
+      store(now, exp(b - base));
+      store(into.largest + first, largest);
+      store(into.total + first, load(into.total + first) * load(old) + load(block.total + first) * load(now));
+      for (int i = 0; i < std::min(16, slots - first); ++i) {
+        if (now[i] == 0) continue;
+        const int64_t at = int64_t(first + i) * head_dim;
+        const F before = splat(old[i]), share = splat(now[i]);
+        for (int d = 0; d < head_dim; d += 16)
+          store(into.sum + at + d, load(into.sum + at + d) * before + load(block.sum + at + d) * share);
       }
     }
   }
@@ -219,18 +221,15 @@ class Attention {
     Buffer lanes, queries, scores, weights, own, running;
   };
 
-  // The tile's queries of a key head, as multiply() wants them: [block][head_dim / 2][height].
+  // The tile's queries of a key head: [slots][head_dim / 2].
   const Pair* arrange(const Tile& tile, int kv_head, Scratch& scratch) const {
     const int pairs = head_dim / 2, height = this->height(tile), count = blocks(tile);
     Pair* to = scratch.queries.template of<Pair>(int64_t(count) * height * pairs);
     std::memset((void*)to, 0, sizeof(Pair) * count * height * pairs);
     for (int r = 0; r < tile.rows; ++r)
-      for (int g = 0; g < group(); ++g) {
-        const int s = slot(tile, r, g);
-        const Pair* from = queries + ((tile.first + r) * heads + kv_head * group() + g) * pairs;
-        Pair* at = to + int64_t(s / height) * height * pairs + s % height;
-        for (int p = 0; p < pairs; ++p) at[p * height] = from[p];
-      }
+      for (int g = 0; g < group(); ++g)
+        std::memcpy(to + slot(tile, r, g) * pairs, queries + ((tile.first + r) * heads + kv_head * group() + g) * pairs,
+                    sizeof(Pair) * pairs);
     return to;
   }
 
@@ -258,10 +257,13 @@ class Attention {
     const T* keys = this->keys + kv_head * pool_rows * head_dim;
     const T* values = this->values + kv_head * pool_rows * head_dim;
     const T* rows[kPage];
+    const int64_t whole_pages = (span.committed + span.staged) / kPage;
 
     const auto shared_rows = [&](const T* from, int page) {
       const T* first = from + span.pages[first_page + page] * kPage * head_dim;
       for (int j = 0; j < kPage; ++j) rows[j] = first + int64_t(j) * head_dim;
+      const int64_t later = first_page + page + 2;
+      if (later < whole_pages) fetch((const uint8_t*)(from + span.pages[later] * kPage * head_dim), kPage * head_dim * int(sizeof(T)));
     };
     // rows of a tree node's own page; where it has none, its first, which the mask hides
     const auto own_rows = [&](const T* from, int64_t row, int page) {
@@ -284,7 +286,7 @@ class Attention {
       turn_keys(rows, lanes + page * pairs * kLaneBytes);
     }
     for (int b = 0; b < count; ++b)
-      score(q + int64_t(b) * height * pairs, height, height, lanes, low, high, scores + int64_t(b) * height * kBlockPages);
+      score(q + int64_t(b) * height * pairs, height, lanes, low, high, scores + int64_t(b) * height * kBlockPages);
     if (tree)
       for (int r = 0; r < tile.rows; ++r)
         own_pages(tile.first + r, [&](int from, int to) {
@@ -293,12 +295,11 @@ class Attention {
             turn_keys(rows, lanes + tail_bytes + page * pairs * kLaneBytes);
           }
           for_parts(tile, r, [&](int s, int size) {
-            score(q + int64_t(s / height) * height * pairs + s % height, height, size, lanes + tail_bytes, from, to,
-                  scores + int64_t(s) * kBlockPages);
+            score(q + int64_t(s) * pairs, size, lanes + tail_bytes, from, to, scores + int64_t(s) * kBlockPages);
           });
         });
 
-    // weights: [block][pairs of keys][height]
+    // weights: [slots][pairs of keys]
     Pair* weights = scratch.weights.template of<Pair>(int64_t(slots) * kBlockKeys / 2);
     std::memset((void*)weights, 0, sizeof(Pair) * slots * kBlockKeys / 2);
     for (int i = 0; i < slots; ++i) out.largest[i] = -INFINITY, out.total[i] = 0;
@@ -306,7 +307,7 @@ class Attention {
       for (int g = 0; g < group(); ++g) {
         const int s = slot(tile, r, g);
         weigh(paths->position(tile.first + r), first_page, scores + int64_t(s) * kBlockPages, out.largest[s], out.total[s],
-              weights + int64_t(s / height) * height * kBlockKeys / 2 + s % height, height);
+              weights + int64_t(s) * kBlockKeys / 2);
       }
 
     // values: [pairs of keys][head_dim / 16]
@@ -317,7 +318,7 @@ class Attention {
     }
     std::memset(out.sum, 0, sizeof(float) * slots * head_dim);
     for (int b = 0; b < count; ++b)
-      add_values(weights + int64_t(b) * height * kBlockKeys / 2, height, height, lanes, low, high, out.sum + int64_t(b) * height * head_dim);
+      add_values(weights + int64_t(b) * height * kBlockKeys / 2, height, lanes, low, high, out.sum + int64_t(b) * height * head_dim);
     if (tree)
       for (int r = 0; r < tile.rows; ++r)
         own_pages(tile.first + r, [&](int from, int to) {
@@ -326,8 +327,7 @@ class Attention {
             pair_values(rows, kPage, lanes + tail_bytes + page * page_bytes);
           }
           for_parts(tile, r, [&](int s, int size) {
-            add_values(weights + int64_t(s / height) * height * kBlockKeys / 2 + s % height, height, size, lanes + tail_bytes, from, to,
-                       out.sum + int64_t(s) * head_dim);
+            add_values(weights + int64_t(s) * kBlockKeys / 2, size, lanes + tail_bytes, from, to, out.sum + int64_t(s) * head_dim);
           });
         });
   }
@@ -404,7 +404,7 @@ class Attention {
   }
 
   // Scores of `size` queries for pages [low, high) of a block, [size][kBlockPages].
-  void score(const Pair* q, int stride, int size, const uint8_t* lanes, int low, int high, F* scores) const {
+  void score(const Pair* q, int size, const uint8_t* lanes, int low, int high, F* scores) const {
     const int pairs = head_dim / 2;
     by_size(size, [&](auto rows) {
       by_lanes(low, high, [&](int page, auto across) {
@@ -413,7 +413,7 @@ class Attention {
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
           for (int c = 0; c < C; ++c) acc[r][c] = dw::zero();
-        multiply<Mode, R, C>(lanes + int64_t(page) * pairs * kLaneBytes, int64_t(pairs) * kLaneBytes, kLaneBytes, q, stride, pairs, acc);
+        multiply<Mode, R, C>(lanes + int64_t(page) * pairs * kLaneBytes, int64_t(pairs) * kLaneBytes, kLaneBytes, q, pairs, pairs, acc);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
           for (int c = 0; c < C; ++c) scores[r * kBlockPages + page + c] = acc[r][c] * splat(scale);
@@ -422,7 +422,7 @@ class Attention {
   }
 
   // Scores of one query to weights exp(score - largest), as they are rounded, and their sum.
-  void weigh(int64_t position, int64_t first_page, F* scores, float& largest, float& total, Pair* weights, int stride) const {
+  void weigh(int64_t position, int64_t first_page, F* scores, float& largest, float& total, Pair* weights) const {
     const int64_t from = window ? std::max<int64_t>(0, position - window + 1) : 0;
     const int low = int(std::clamp<int64_t>(from / kPage - first_page, 0, kBlockPages));
     const int high = int(std::clamp<int64_t>(position / kPage + 1 - first_page, 0, kBlockPages));
@@ -442,12 +442,12 @@ class Attention {
     largest = dw::largest(most);
     F sum = dw::zero();
     for (int page = low; page < high; ++page)
-      sum = sum + put_pairs<Mode>(weights + page * (kPage / 2) * stride, stride, exp(scores[page] - splat(largest)));
+      sum = sum + put_pairs<Mode>(weights + page * (kPage / 2), exp(scores[page] - splat(largest)));
     total = dw::sum(sum);
   }
 
   // sum [size][head_dim] += weights times the values of pages [low, high).
-  void add_values(const Pair* weights, int stride, int size, const uint8_t* lanes, int low, int high, float* sum) const {
+  void add_values(const Pair* weights, int size, const uint8_t* lanes, int low, int high, float* sum) const {
     const int chunks = head_dim / 16;
     const int64_t page_bytes = int64_t(kPage / 2) * chunks * kLaneBytes;
     by_size(size, [&](auto rows) {
@@ -458,7 +458,7 @@ class Attention {
         for (int r = 0; r < R; ++r)
           for (int c = 0; c < C; ++c) acc[r][c] = load(sum + r * head_dim + (chunk + c) * 16);
         multiply<Mode, R, C>(lanes + low * page_bytes + chunk * kLaneBytes, kLaneBytes, int64_t(chunks) * kLaneBytes,
-                             weights + low * (kPage / 2) * stride, stride, (high - low) * (kPage / 2), acc);
+                             weights + low * (kPage / 2), kBlockKeys / 2, (high - low) * (kPage / 2), acc);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r)
           for (int c = 0; c < C; ++c) store(sum + r * head_dim + (chunk + c) * 16, acc[r][c]);

@@ -189,7 +189,7 @@ class Decoder {
       if (which < 2) rotate(v, pass_->positions[row]);
       if (which == 0) {
         typename Mode::Pair* to = queries_ + (row * w_.heads + head) * (dim / 2);
-        for (int d = 0; d < dim; d += 16) put_pairs<Mode>(to + d / 2, 1, load(v + d));
+        for (int d = 0; d < dim; d += 16) put_pairs<Mode>(to + d / 2, load(v + d));
       } else {
         T* to = pool(layer.index, which - 1) + (head * pass_->pool_rows + pass_->pool_places[row]) * dim;
         for (int d = 0; d < dim; d += 16)

@@ -1,7 +1,7 @@
 // y = x W^T for 1 to many rows: a weight is read and expanded once for all rows of the pass.
 //
-// The order of additions of a row is the same however many rows there are. For each output: inputs in order within a
-// group, in one lane; then scale * sum + minimum * (sum of the group's inputs), groups in order.
+// The order of additions of a row is the same however many rows there are. For each output, slab by slab: inputs in order
+// within a group, in one lane, then scale * sum, groups in order; then minimum * (sum of the group's inputs), in order.
 #pragma once
 
 #include <type_traits>
@@ -25,27 +25,23 @@ struct Fp32Mode {
 };
 // Tiles by rows in registers: columns * Mode::kRows sums.
 constexpr int kColumns = kLanes == 16 ? 2 : 1;
-constexpr int kAhead = 2048;  // bytes that a tile is fetched ahead of its use
+constexpr int kAhead = 4096;  // bytes that a tile is fetched ahead of its use
 
-// Put 16 values at the first of 8 pairs that lie `stride` apart; returns them as rounded.
+// Put 16 values down as 8 pairs; returns them as rounded.
 template <class Mode>
-DW_INLINE F put_pairs(typename Mode::Pair* at, int stride, F values) {
+DW_INLINE F put_pairs(typename Mode::Pair* at, F values) {
   if constexpr (std::is_same_v<Mode, Bf16Mode>) {
-    alignas(32) uint16_t half[16];
-    store_bf16(half, values);
-    for (int p = 0; p < 8; ++p) std::memcpy(at + p * stride, half + 2 * p, 4);
-    return load_bf16(half);
+    store_bf16((uint16_t*)at, values);
+    return load_bf16((const uint16_t*)at);
   } else {
-    float v[16];
-    store(v, values);
-    for (int p = 0; p < 8; ++p) at[p * stride] = {v[2 * p], v[2 * p + 1]};
+    store((float*)at, values);
     return values;
   }
 }
 
-// Activations of n rows in blocks of one height, the last filled up with zero rows. The pairs of a block's rows lie side
-// by side: [block][unit][8][height].
-// sums: per unit and row, the sum of its 16 inputs, for minima: [block][unit][height].
+// Activations of n rows in blocks of one height, the last filled up with zero rows: [block][unit][height][8 pairs].
+// sums: of the 16 inputs of each unit, for minima: [block][unit / 16][height][16]. A line of memory belongs to few rows, so
+// that threads that fill rows do not share lines.
 template <class Mode>
 struct Rows {
   using Pair = typename Mode::Pair;
@@ -63,15 +59,23 @@ struct Rows {
         height((n + blocks - 1) / blocks) {
     for (int row = n; row < blocks * height; ++row)
       for (int unit = 0; unit < units; ++unit) put(row, unit, zero());
+    if (units % 2)  // half a group of 32
+      for (int row = 0; row < blocks * height; ++row) sums_at(row / height, units)[kSlabUnits * (row % height)] = 0;
   }
 
+  // Where the first row of a block has its pairs, and its sums, for a unit.
+  DW_INLINE Pair* pairs_at(int block, int unit) const { return pairs + 8 * int64_t(block * units + unit) * height; }
+  DW_INLINE float* sums_at(int block, int unit) const {
+    return sums + kSlabUnits * int64_t(block * slabs(units) + unit / kSlabUnits) * height + unit % kSlabUnits;
+  }
   // Put 16 inputs of a row in place.
   DW_INLINE void put(int row, int unit, F values) const {
     const int block = row / height, in_block = row % height;
-    const int64_t first = int64_t(block) * units * height;
-    const F rounded = put_pairs<Mode>(pairs + 8 * (first + int64_t(unit) * height) + in_block, height, values);
-    sums[first + unit * height + in_block] = sum(rounded);
+    const F rounded = put_pairs<Mode>(pairs_at(block, unit) + 8 * in_block, values);
+    sums_at(block, unit)[kSlabUnits * in_block] = sum(rounded);
   }
+
+  static int slabs(int units) { return (units + kSlabUnits - 1) / kSlabUnits; }
 };
 
 constexpr int kChunkRows = 144;  // rows that pass over a weight tile together: full blocks in every mode
@@ -84,10 +88,11 @@ class Activations {
     const int units = (inputs + kUnit - 1) / kUnit;
     const int64_t most = rows + Mode::kRows;  // only the last chunk is filled up
     auto* pairs = pairs_.of<typename Mode::Pair>(most * units * 8);
-    auto* sums = sums_.of<float>(most * units);
+    const int64_t row_sums = Rows<Mode>::slabs(units) * kSlabUnits;
+    auto* sums = sums_.of<float>(most * row_sums);
     chunks_.clear();
     for (int64_t first = 0; first < rows; first += kChunkRows)
-      chunks_.emplace_back(int(std::min<int64_t>(kChunkRows, rows - first)), units, pairs + first * units * 8, sums + first * units);
+      chunks_.emplace_back(int(std::min<int64_t>(kChunkRows, rows - first)), units, pairs + first * units * 8, sums + first * row_sums);
   }
   int chunks() const { return int(chunks_.size()); }
   const Rows<Mode>& chunk(int i) const { return chunks_[i]; }
@@ -112,65 +117,80 @@ DW_INLINE F load_input(const uint16_t* x, int at, int count) {
   return load(v);
 }
 
-template <int K>
-DW_INLINE void fetch_ahead(const uint8_t* unit) {
-  for (int line = 0; line < unit_bytes(K); line += 64) __builtin_prefetch(unit + kAhead + line);
+DW_INLINE void fetch(const uint8_t* from, int bytes) {
+  for (int line = 0; line < bytes; line += 64) __builtin_prefetch(from + line);
 }
 
-// acc += units of codes times a block's pairs; R rows by kColumns tiles in registers. Expanded codes are left in `keep` if Keep.
-template <class Mode, int K, int R, bool Keep>
+// 256 inputs, or the last ones, of the tiles that are multiplied together.
+struct Slab {
+  const uint8_t* codes[kColumns];
+  int first, units;
+  const uint8_t* turn;  // from here on in the first tile, what is needed soon lies in the next tiles
+  int64_t next;         // and this much further
+  alignas(64) F scales[kSlabUnits][2][kColumns];  // of each group: scales of the tiles, then minima
+
+  int64_t ahead(const uint8_t* at) const { return at < turn ? kAhead : kAhead + next; }
+};
+
+// Goes through a slab's units for a block of R rows. Expanded codes are left in `keep` if Keep.
+template <class Mode, int K, int R, bool Keep, bool Fetch>
 struct Inner {
+  const Slab& slab;
   const Lookup<K>& lookup;
-  float zero;
+  const float zero;
+  const typename Mode::Pair* x;
+  const uint8_t* codes[kColumns];
   uint8_t* keep[kColumns];
 
+  // acc += `count` units of codes times the rows' pairs
+  DW_INLINE void units(int count, F (&acc)[R][kColumns]) {
+    for (; count > 0; --count) {
+      if (Fetch) {
+        const int64_t ahead = slab.ahead(codes[0]);
+        for (int c = 0; c < kColumns; ++c) fetch(codes[c] + ahead, unit_bytes(K));
+      }
+      pair<0>(acc);
+      pair<1>(acc);
+      pair<2>(acc);
+      pair<3>(acc);
+      pair<4>(acc);
+      pair<5>(acc);
+      pair<6>(acc);
+      pair<7>(acc);
+      for (int c = 0; c < kColumns; ++c) {
+        codes[c] += unit_bytes(K);
+        if (Keep) keep[c] += unit_bytes(Mode::kExpanded);
+      }
+      x += 8 * R;
+    }
+  }
+
   template <int P>
-  DW_INLINE void pair(const uint8_t* const* unit, const typename Mode::Pair* x, F (&acc)[R][kColumns]) {
+  DW_INLINE void pair(F (&acc)[R][kColumns]) const {
     if constexpr (std::is_same_v<Mode, Bf16Mode>) {
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
       U w[kColumns];
       for (int c = 0; c < kColumns; ++c) {
-        w[c] = lookup.template pair<P>(unit[c]);
+        w[c] = lookup.template pair<P>(codes[c]);
         if (Keep) store((uint32_t*)keep[c] + P * 16, w[c]);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const U b = splat(x[P * R + r]);
+        const U b = splat(x[r * 8 + P]);
         for (int c = 0; c < kColumns; ++c) acc[r][c] = dot_bf16(acc[r][c], w[c], b);
       }
 #endif
     } else {
       F even[kColumns], odd[kColumns];
       for (int c = 0; c < kColumns; ++c) {
-        pair_floats<K, P>(unit[c], zero, even[c], odd[c]);
+        pair_floats<K, P>(codes[c], zero, even[c], odd[c]);
         if (Keep) store((float*)keep[c] + P * 32, even[c]), store((float*)keep[c] + P * 32 + 16, odd[c]);
       }
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const F a = splat(x[P * R + r].even), b = splat(x[P * R + r].odd);
+        const F a = splat(x[r * 8 + P].even), b = splat(x[r * 8 + P].odd);
         for (int c = 0; c < kColumns; ++c) acc[r][c] = fma(odd[c], b, fma(even[c], a, acc[r][c]));
       }
-    }
-  }
-
-  DW_INLINE void units(const uint8_t* const* codes, int count, const typename Mode::Pair* x, F (&acc)[R][kColumns]) {
-    const uint8_t* at[kColumns];
-    for (int c = 0; c < kColumns; ++c) at[c] = codes[c];
-    for (int u = 0; u < count; ++u) {
-      for (int c = 0; c < kColumns; ++c) fetch_ahead<K>(at[c]);
-      pair<0>(at, x, acc);
-      pair<1>(at, x, acc);
-      pair<2>(at, x, acc);
-      pair<3>(at, x, acc);
-      pair<4>(at, x, acc);
-      pair<5>(at, x, acc);
-      pair<6>(at, x, acc);
-      pair<7>(at, x, acc);
-      for (int c = 0; c < kColumns; ++c) {
-        at[c] += unit_bytes(K);
-        if (Keep) keep[c] += unit_bytes(Mode::kExpanded);
-      }
-      x += 8 * R;
     }
   }
 };
@@ -193,109 +213,109 @@ class TileProduct {
   }
 
  private:
-  struct Segment {  // units that share a scale, or a slab
-    const uint8_t* codes[kColumns];
-    int unit, units;
-    GroupScale scale[kColumns];
-  };
-
-  // Walk the tiles' segments from front to back.
+  // Walk the tiles' slabs from front to back.
   template <int K, class Function>
-  DW_INLINE void segments(int tile, Function f) const {
-    const uint8_t* slab[kColumns];
-    for (int c = 0; c < kColumns; ++c) slab[c] = w_.data + std::min(tile + c, w_.tiles() - 1) * w_.tile_bytes;
-    const int units = w_.units(), width = w_.group ? w_.group / kUnit : kSlabUnits;
-    for (int first = 0; first < units; first += kSlabUnits) {
-      const int count = std::min(kSlabUnits, units - first);
-      const Layout layout = Layout::of(w_, count);
-      Segment s;
-      for (int at = 0, group = 0; at < count; at += width, ++group) {
-        s.unit = first + at;
-        s.units = std::min(width, count - at);
-        for (int c = 0; c < kColumns; ++c) {
-          s.codes[c] = slab[c] + layout.bytes + at * unit_bytes(K);
-          if (w_.group) s.scale[c] = load_scale(w_, layout, slab[c], group);
+  DW_INLINE void slabs(int tile, Function f) const {
+    const uint8_t* at[kColumns];
+    for (int c = 0; c < kColumns; ++c) at[c] = w_.data + std::min(tile + c, w_.tiles() - 1) * w_.tile_bytes;
+    Slab slab;
+    slab.turn = at[0] + w_.tile_bytes - kAhead;
+    slab.next = (kColumns - 1) * w_.tile_bytes;
+    for (int first = 0, units = w_.units(); first < units; first += kSlabUnits) {
+      slab.first = first;
+      slab.units = std::min(kSlabUnits, units - first);
+      const Layout layout = Layout::of(w_, slab.units);
+      for (int c = 0; c < kColumns; ++c) {
+        fetch(at[c] + slab.ahead(at[0]), layout.bytes);
+        for (int group = 0; group < layout.groups; ++group) {
+          const GroupScale scale = load_scale(w_, layout, at[c], group);
+          slab.scales[group][0][c] = scale.scale;
+          slab.scales[group][1][c] = scale.minimum;
         }
-        f(s);
+        slab.codes[c] = at[c] + layout.bytes;
+        at[c] = slab.codes[c] + slab.units * unit_bytes(K);
       }
-      for (int c = 0; c < kColumns; ++c) slab[c] += layout.bytes + count * unit_bytes(K);
+      f(slab);
     }
   }
 
-  // One block's share of a segment. x, sums, total: the block's own, from the segment's first unit on.
-  template <int K, int R, bool Keep>
-  DW_INLINE void block(const Segment& s, const Lookup<K>& lookup, const uint8_t* const* codes, const typename Mode::Pair* x,
-                       const float* sums, F* total, uint8_t* keep) const {
-    Inner<Mode, K, R, Keep> inner{lookup, float(w_.zero), {}};
-    for (int c = 0; c < kColumns; ++c) inner.keep[c] = keep + c * kSlabUnits * unit_bytes(Mode::kExpanded);
+  // One block's share of a slab, whose codes are as K says. totals: all blocks'.
+  template <int K, int R, bool Keep, bool Fetch>
+  DW_INLINE void block(const Slab& slab, int block, const Lookup<K>& lookup, const uint8_t* const* codes, F* totals,
+                       uint8_t* const* keep) const {
+    F* total = totals + block * R * kColumns;
+    Inner<Mode, K, R, Keep, Fetch> inner{slab, lookup, float(w_.zero), x_.pairs_at(block, slab.first), {}, {}};
+    for (int c = 0; c < kColumns; ++c) inner.codes[c] = codes[c], inner.keep[c] = keep[c];
     F acc[R][kColumns];
     if (!w_.group) {
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < kColumns; ++c) acc[r][c] = total[r * kColumns + c];
-      inner.units(codes, s.units, x, acc);
+      inner.units(slab.units, acc);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < kColumns; ++c) total[r * kColumns + c] = acc[r][c];
       return;
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < kColumns; ++c) acc[r][c] = dw::zero();
-    inner.units(codes, s.units, x, acc);
-    if (w_.has_minimum) {
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const F all = splat(s.units == 2 ? sums[r] + sums[R + r] : sums[r]);
-        for (int c = 0; c < kColumns; ++c) {
-          F& t = total[r * kColumns + c];
-          t = fma(s.scale[c].minimum, all, fma(s.scale[c].scale, acc[r][c], t));
-        }
-      }
-    } else {
+    const int width = w_.group / kUnit;
+    int group = 0;
+    for (int at = 0; at < slab.units; at += width, ++group) {
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r)
-        for (int c = 0; c < kColumns; ++c) {
-          F& t = total[r * kColumns + c];
-          t = fma(s.scale[c].scale, acc[r][c], t);
-        }
+        for (int c = 0; c < kColumns; ++c) acc[r][c] = dw::zero();
+      inner.units(std::min(width, slab.units - at), acc);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kColumns; ++c)
+          total[r * kColumns + c] = fma(slab.scales[group][0][c], acc[r][c], total[r * kColumns + c]);
     }
+    if (w_.has_minimum) minima<R>(slab, group, x_.sums_at(block, slab.first), total);
+  }
+
+  // The slab's minima, each times the sum of its group's inputs.
+  template <int R>
+  DW_INLINE void minima(const Slab& slab, int groups, const float* sums, F* total) const {
+    float by_group[R][kSlabUnits];
+    for (int r = 0; r < R; ++r)
+      for (int g = 0; g < kSlabUnits; ++g) {
+        const float* sum = sums + kSlabUnits * r;
+        by_group[r][g] = w_.group == kUnit ? sum[g] : g < kSlabUnits / 2 ? sum[2 * g] + sum[2 * g + 1] : 0;
+      }
+    F acc[R][kColumns];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < kColumns; ++c) acc[r][c] = total[r * kColumns + c];
+    for (int g = 0; g < groups; ++g)
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const F all = splat(by_group[r][g]);
+        for (int c = 0; c < kColumns; ++c) acc[r][c] = fma(slab.scales[g][1][c], all, acc[r][c]);
+      }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+      for (int c = 0; c < kColumns; ++c) total[r * kColumns + c] = acc[r][c];
   }
 
   // All rows in registers: codes are expanded on the way.
   template <int K, int R>
   __attribute__((noinline)) void one_block(int tile, F* total) const {
     const Lookup<K> lookup(w_);
-    const typename Mode::Pair* x = x_.pairs;
-    const float* sums = x_.sums;
-    segments<K>(tile, [&](const Segment& s) DW_INLINE_LAMBDA {
-      block<K, R, false>(s, lookup, s.codes, x + int64_t(s.unit) * 8 * R, sums + s.unit * R, total, nullptr);
-    });
+    uint8_t* const keep[2] = {};
+    slabs<K>(tile, [&](const Slab& slab) DW_INLINE_LAMBDA { block<K, R, false, true>(slab, 0, lookup, slab.codes, total, keep); });
   }
 
   // The first block expands codes, and leaves them for the others.
   template <int K, int R>
   __attribute__((noinline)) void many_blocks(int tile, F* total) const {
-    constexpr int kExpanded = Mode::kExpanded;
+    constexpr int kExpanded = Mode::kExpanded, kBytes = kSlabUnits * unit_bytes(kExpanded);
     const Lookup<K> lookup(w_);
     const Lookup<kExpanded> none(w_);
-    alignas(64) uint8_t expanded[kColumns * kSlabUnits * unit_bytes(Mode::kExpanded)];
-    const int blocks = x_.blocks;
-    const int64_t pair_step = int64_t(x_.units) * 8 * R, sum_step = int64_t(x_.units) * R;
-    segments<K>(tile, [&](const Segment& s) DW_INLINE_LAMBDA {
-      const typename Mode::Pair* x = x_.pairs + int64_t(s.unit) * 8 * R;
-      const float* sums = x_.sums + s.unit * R;
-      F* t = total;
-      const uint8_t* codes[kColumns];
-      for (int c = 0; c < kColumns; ++c)
-        codes[c] = K == kExpanded ? s.codes[c] : expanded + c * kSlabUnits * unit_bytes(Mode::kExpanded);
-      block<K, R, K != kExpanded>(s, lookup, s.codes, x, sums, t, expanded);
-      for (int b = 1; b < blocks; ++b) {
-        x += pair_step;
-        sums += sum_step;
-        t += R * kColumns;
-        block<kExpanded, R, false>(s, none, codes, x, sums, t, nullptr);
-      }
+    alignas(64) uint8_t expanded[kColumns * kBytes];
+    uint8_t* keep[2] = {expanded, expanded + (kColumns - 1) * kBytes};
+    slabs<K>(tile, [&](const Slab& slab) DW_INLINE_LAMBDA {
+      block<K, R, K != kExpanded, true>(slab, 0, lookup, slab.codes, total, keep);
+      const uint8_t* const* codes = K == kExpanded ? slab.codes : keep;
+      for (int b = 1; b < x_.blocks; ++b) block<kExpanded, R, false, false>(slab, b, none, codes, total, keep);
     });
   }
 
@@ -317,9 +337,8 @@ class TileProduct {
       if (!w_.row_minimum) continue;
       const F minimum = load(w_.row_minimum + at);
       for (int r = 0; r < x_.n; ++r) {
-        const float* sums = x_.sums + int64_t(r / x_.height) * x_.units * x_.height + r % x_.height;
         float all = 0;
-        for (int u = 0; u < x_.units; ++u) all += sums[u * x_.height];
+        for (int u = 0; u < x_.units; ++u) all += x_.sums_at(r / x_.height, u)[kSlabUnits * (r % x_.height)];
         total[r * kColumns + c] = fma(minimum, splat(all), total[r * kColumns + c]);
       }
     }

@@ -211,8 +211,14 @@ DW_INLINE F load_i8(const int8_t* p) {
 // e^x to about one unit in the last place; 0 below -87, where results would be denormal. Never sees x above 88.
 // Source: Cephes, expf.
 DW_INLINE F exp(F x) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __mmask16 live = _mm512_cmp_ps_mask((__m512)x.part[0], _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
+  F n;
+  n.part[0] = (NativeF)_mm512_roundscale_ps((__m512)(x * splat(1.44269504088896341f)).part[0], 0);
+#else
   const F n = round_even(max(x, splat(-88.0f)) * splat(1.44269504088896341f));
-  F r = fma(n, splat(-0.693359375f), max(x, splat(-88.0f)));
+#endif
+  F r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   F y = splat(1.9875691500e-4f);
   y = fma(y, r, splat(1.3981999507e-3f));
@@ -221,10 +227,14 @@ DW_INLINE F exp(F x) {
   y = fma(y, r, splat(1.6666665459e-1f));
   y = fma(y, r, splat(5.0000001201e-1f));
   y = fma(y, r * r, r + splat(1.0f));
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  y.part[0] = (NativeF)_mm512_maskz_scalef_ps(live, (__m512)y.part[0], (__m512)n.part[0]);
+#else
   U exponent;
   DW_EACH exponent.part[i] = (NativeU)(__builtin_convertvector(n.part[i], NativeI) + 127) << 23;
   y = y * floats(exponent);
   DW_EACH y.part[i] = x.part[i] < -87.0f ? NativeF{} : y.part[i];
+#endif
   return y;
 }
 
