@@ -15,7 +15,7 @@ import click
 
 from draftwise import __version__
 
-COMMANDS = ("generate", "chat", "bench", "predict", "tune", "train", "pull", "doctor")
+COMMANDS = ("generate", "chat", "bench", "predict", "tune", "train", "export", "pull", "doctor")
 
 
 class Commands(click.Group):

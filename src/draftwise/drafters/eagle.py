@@ -12,17 +12,20 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+import draftwise.kernels as kernels
 from draftwise.cache import KVCache
+from draftwise.drafters import eagle_layouts
 from draftwise.drafters.base import DraftSource, Target
 from draftwise.drafters.eagle_files import read_eagle
 from draftwise.drafters.eagle_network import EagleNetwork
 from draftwise.drafters.features import FeatureDrafter
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
+from draftwise.models.convert import RowLinear
 from draftwise.models.layers import AttentionMasks, attend
-from draftwise.models.linear import DTYPES, WeightKind, make_linear
+from draftwise.models.linear import DTYPES, Compiled, WeightKind, make_linear
 from draftwise.types import Batch
 
 
@@ -44,6 +47,7 @@ class EagleRunner:
         head = network.lm_head.weight.detach() if shape.own_head else target.head_rows(d2t)
         self.head = make_linear(head, None, kind, target.device)
         self.network = network.serve(kind, target.device)
+        self.decoder = _compiled(self.network, kind, target.device)
 
     def new_cache(self, capacity: int) -> KVCache:
         shape = self.shape
@@ -71,6 +75,12 @@ class EagleRunner:
         return logits_NV
 
     def _run(self, batch: Batch, cache: KVCache, state_NC: Tensor) -> Tensor:
+        embedded_NC = self.target.embed(batch.tokens_N)
+        if self.decoder is not None:
+            inputs_NC = self.network.mix(embedded_NC, state_NC)
+            beside_NC = embedded_NC if self.shape.joins else None
+            hidden = self.decoder.forward(batch, cache, (1,), inputs_NC=inputs_NC, beside_NC=beside_NC)
+            return hidden.final if self.shape.recycle_normed else hidden.taps[1]
         masks = AttentionMasks(batch, cache, (None,), heads=self.shape.num_heads).of(None)
 
         def attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
@@ -78,9 +88,50 @@ class EagleRunner:
             return attend(q_NHD, 0, batch, cache, masks)
 
         tables = self.network.midlayer.rotary.tables(batch.positions_N, self.kind.dtype)
-        embedded_NC = self.target.embed(batch.tokens_N).to(self.kind.dtype)
-        handed_NC: Tensor = self.network(embedded_NC, state_NC.to(self.kind.dtype), tables, attention)
+        handed_NC: Tensor = self.network(embedded_NC.to(self.kind.dtype), state_NC.to(self.kind.dtype), tables, attention)
         return handed_NC
+
+
+def _compiled(network: EagleNetwork, kind: WeightKind, device: torch.device) -> kernels.Decoder | None:
+    """The layer as one call of the compiled kernels, its fast version; None where they do not run it."""
+    shape, layer = network.shape, network.midlayer
+    config = shape.model_config()
+    if not kind.runs_compiled(device) or kernels.unsupported(config) or not layer.rotary.is_fixed:
+        return None
+    if shape.residual_after_norm or shape.hidden_size % 16:
+        return None
+
+    def packed(module: nn.Module) -> kernels.Packed:
+        assert isinstance(module, RowLinear) and isinstance(module.linear, Compiled)
+        return module.linear.packed
+
+    attention, feed = layer.self_attn, layer.mlp
+    return kernels.Decoder(
+        config,
+        embedding=None,
+        layers=[
+            kernels.PackedLayer(
+                index=0,
+                attention=kernels.PackedAttention(
+                    norm_C=layer.hidden_norm.weight if shape.joins else None,
+                    beside_norm_C=layer.input_layernorm.weight if shape.joins else None,
+                    query=packed(attention.q_proj),
+                    key=packed(attention.k_proj),
+                    value=packed(attention.v_proj),
+                    output=packed(attention.o_proj),
+                ),
+                feed_forward=kernels.PackedFeedForward(
+                    norm_C=layer.post_attention_layernorm.weight,
+                    gate=packed(feed.gate_proj),
+                    up=packed(feed.up_proj),
+                    down=packed(feed.down_proj),
+                ),
+            )
+        ],
+        final_norm_C=network.norm.weight if shape.joins else torch.ones(shape.hidden_size),
+        tables=layer.rotary.half_tables,
+        dtype=kind.dtype,
+    )
 
 
 def build(options: Options, target: Target, source: DraftSource | None) -> FeatureDrafter:
@@ -98,3 +149,8 @@ def build_eagle(algorithm: str, options: Options, target: Target, source: DraftS
     runner = EagleRunner(network, target.model, vocab=target.vocab, kind=WeightKind(dtype, quantize, compiled=source.compiled))
     target.notice(f"draft {source.path}: {quantize or str(dtype).removeprefix('torch.')}")
     return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)
+
+
+def export(source: Path, out: Path, target: Target, *, layout: str, quantize: str | None, name: str) -> None:
+    """See eagle_layouts.export."""
+    eagle_layouts.export("eagle", source, out, target, layout=layout, quantize=quantize, name=name)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from draftwise.drafters.base import Target
 from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
+from draftwise.drafters.eagle_speculators import from_speculators
 from draftwise.drafters.stored import expand, store
 from draftwise.types import Tap
 
@@ -100,14 +101,17 @@ def read_eagle(folder: Path, algorithm: str, target: Target) -> tuple[EagleNetwo
     Raises ValueError where the folder holds no draft of this algorithm, where it was made for another target, and for
     tensors that are missing, left over or of another shape, by name.
     """
-    config = read_config(folder)
+    config, tensors = read_config(folder), read_tensors(folder)
+    if "speculators_model_type" in config:
+        try:
+            config, tensors = from_speculators(config, tensors)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
     own = config.get("draftwise") or {}
     found = own.get("algorithm") or _algorithm(config)
     if found != algorithm:
         raise ValueError(f"{folder}: this is a draft for {found or 'no drafter that is known'}; use --drafter {found}:{folder}")
     check_target(folder, own.get("target") or {}, config, target)
-    tensors = read_tensors(folder)
-    known = len(tensors)
     if own.get("quantize"):
         tensors = expand(tensors)
     shape = _shape(folder, config, own, tensors, target)
@@ -129,7 +133,6 @@ def read_eagle(folder: Path, algorithm: str, target: Target) -> tuple[EagleNetwo
         state[name] = tensor.float()
     if tensors:
         raise ValueError(f"{folder}: tensor {sorted(tensors)[0]} is not part of a draft for {algorithm}")
-    assert known
     network.load_state_dict(state)
     return network, config
 

@@ -189,11 +189,13 @@ class EagleNetwork(nn.Module):
         """Tapped features as states: what a row would have handed on, were it the draft's own."""
         return self.fc(features_NF) if self.shape.joins else features_NF
 
+    def mix(self, embedded_NC: Tensor, state_NC: Tensor) -> Tensor:
+        """Where the residual stream begins: EAGLE-1 mixes embedding and feature, EAGLE-3 leaves that to attention."""
+        return state_NC if self.shape.joins else self.fc(torch.cat([embedded_NC.to(state_NC.dtype), state_NC], -1))
+
     def enter(self, embedded_NC: Tensor, state_NC: Tensor) -> tuple[Tensor, Tensor]:
-        """See Layer.enter; EAGLE-1 mixes embedding and feature here."""
-        if not self.shape.joins:
-            state_NC = self.fc(torch.cat([embedded_NC.to(state_NC.dtype), state_NC], -1))
-        return self.midlayer.enter(embedded_NC, state_NC)
+        """See Layer.enter."""
+        return self.midlayer.enter(embedded_NC, self.mix(embedded_NC, state_NC))
 
     def forward(self, embedded_NC: Tensor, state_NC: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         """One row each for the tokens of embedded_NC and the states before them: the states to hand on, [N, C]."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwise.cache import KVCache
+from draftwise.kernels.loader import library
 from draftwise.kernels.packed import Packed
 from draftwise.types import Batch, Hidden, ModelConfig, Tap
 
@@ -22,9 +23,14 @@ Tables = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedAttention:
-    """Weights of a layer's attention."""
+    """Weights of a layer's attention.
 
-    norm_C: Tensor
+    norm_C: of what it reads, None for none. beside_norm_C: it reads rows beside the residual stream too, by this norm and
+    before the stream, so that queries, keys and values have 2 C inputs.
+    """
+
+    norm_C: Tensor | None
+    beside_norm_C: Tensor | None = None
     query: Packed
     key: Packed
     value: Packed
@@ -83,7 +89,7 @@ class Decoder:
         self,
         config: ModelConfig,
         *,
-        embedding: Packed,
+        embedding: Packed | None,
         layers: Sequence[PackedLayer],
         final_norm_C: Tensor,
         tables: Tables,
@@ -94,7 +100,8 @@ class Decoder:
         if reason is not None:
             raise ValueError(f"the fused decoder does not run {reason}")
         assert dtype in (torch.float32, torch.bfloat16)
-        lib = embedding.lib
+        lib = library() if embedding is None else embedding.lib
+        assert lib is not None, "ask available() first"
         self._lib, self._config, self._tables, self.dtype = lib, config, tables, dtype
         self._places = [layer.index for layer in layers]
         self._owned: list[object] = [embedding, *layers]  # what the C structs point into
@@ -114,7 +121,7 @@ class Decoder:
             scale=scale if scale is not None else config.head_dim**-0.5,
             layer=ctypes.cast(structs, ctypes.c_void_p),
             final_norm=final_norm,
-            embedding=ctypes.addressof(embedding.struct),
+            embedding=None if embedding is None else ctypes.addressof(embedding.struct),
         )
         self._owned += [structs]
         lib.draftwise_decoder.restype = ctypes.c_void_p
@@ -124,8 +131,20 @@ class Decoder:
         if hasattr(self, "_handle"):
             self._lib.draftwise_decoder_free(self._handle)
 
-    def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
-        """Run the packed rows, staging their keys and values. Final rows in `dtype`, taps in float32."""
+    def forward(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        taps: Iterable[Tap] = (),
+        *,
+        inputs_NC: Tensor | None = None,
+        beside_NC: Tensor | None = None,
+    ) -> Hidden:
+        """Run the packed rows, staging their keys and values. Final rows in `dtype`, taps in float32.
+
+        inputs_NC: float32, where the residual stream begins instead of at the embedding. beside_NC: float32, for layers
+        that read rows beside the stream.
+        """
         pool, rows, width = cache.pool, len(batch), self._config.hidden_size
         assert pool.dtype == self.dtype and pool.is_contiguous() and pool.device.type == "cpu"
         self._reach(max(span.committed + span.staged for span in batch.spans))
@@ -136,6 +155,8 @@ class Decoder:
         for step, place in enumerate([*self._places, self._config.num_layers]):
             if place in tapped:
                 outputs[step] = tapped[place].data_ptr()
+        given = [rows_NC if rows_NC is None else rows_NC.float().contiguous() for rows_NC in (inputs_NC, beside_NC)]
+        assert all(rows_NC is None or rows_NC.shape == (rows, width) for rows_NC in given)
         spans, kept = _spans(batch, cache)
         self._lib.draftwise_decoder_run(
             self._handle,
@@ -146,6 +167,8 @@ class Decoder:
                     tokens=batch.tokens_N.data_ptr(),
                     positions=batch.positions_N.data_ptr(),
                     pool_places=batch.rows_N.data_ptr(),
+                    inputs=None if given[0] is None else given[0].data_ptr(),
+                    beside=None if given[1] is None else given[1].data_ptr(),
                     cosines=self._cosines.data_ptr(),
                     sines=self._sines.data_ptr(),
                     span=ctypes.addressof(spans),
@@ -176,7 +199,10 @@ class Decoder:
     def _layer(self, layer: PackedLayer) -> _Layer:
         struct = _Layer(index=layer.index)
         if (attention := layer.attention) is not None:
-            struct.input_norm = self._floats(attention.norm_C)
+            if attention.norm_C is not None:
+                struct.input_norm = self._floats(attention.norm_C)
+            if attention.beside_norm_C is not None:
+                struct.beside_norm = self._floats(attention.beside_norm_C)
             if attention.query_norm_D is not None and attention.key_norm_D is not None:
                 struct.query_norm, struct.key_norm = self._floats(attention.query_norm_D), self._floats(attention.key_norm_D)
             struct.query, struct.key = ctypes.addressof(attention.query.struct), ctypes.addressof(attention.key.struct)
@@ -208,7 +234,7 @@ def _spans(batch: Batch, cache: KVCache) -> tuple[ctypes.Array[_Span], list[obje
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("input_norm", "feed_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "feed_norm", "beside_norm", "query_norm", "key_norm")),
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "output", "gate", "up", "down")),
         ("window", ctypes.c_int64),
         ("index", ctypes.c_int64),
@@ -236,7 +262,8 @@ class _Pass(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_int64),
         ("spans", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "pool_places", "cosines", "sines", "span", "pool")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "pool_places", "inputs", "beside")),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines", "span", "pool")),
         ("pool_rows", ctypes.c_int64),
         ("final", ctypes.c_void_p),
         ("taps", ctypes.c_void_p),

@@ -11,7 +11,8 @@
 namespace dw {
 
 struct LayerWeights {  // a part without weights is left out: query null, no attention; gate null, no feed-forward
-  const float *input_norm, *feed_norm;
+  const float *input_norm, *feed_norm;  // input null: attention reads the stream as it is
+  const float* beside_norm;  // null: none; else attention reads Pass::beside by this norm, and the stream after it
   const float *query_norm, *key_norm;  // null: none
   const Weights *query, *key, *value, *output, *gate, *up, *down;
   int64_t window;  // 0: none
@@ -30,6 +31,8 @@ struct DecoderWeights {
 struct Pass {
   int64_t rows, spans;
   const int64_t *tokens, *positions, *pool_places;  // per row
+  const float* inputs;  // [rows, hidden]: where the stream begins; null: at the embedding of the tokens
+  const float* beside;  // [rows, hidden], where a layer reads it
   const float *cosines, *sines;                     // [positions, rotary_dim / 2]
   const Span* span;
   void* pool;  // [layers, 2, kv_heads, pool_rows, head_dim]
@@ -50,6 +53,7 @@ class Decoder {
     x_ = stream_.of<float>(n * w_.hidden + 16);
     queries_ = query_buffer_.of<typename Mode::Pair>(n * heads * dim / 2);
     normed_.reserve(n, w_.hidden);
+    if (pass.beside) joined_.reserve(n, 2 * w_.hidden);
     attended_.reserve(n, int(heads * dim));
     inner_.reserve(n, w_.inner);
     paths_.lay_out(pass.span, int(pass.spans), n);
@@ -81,13 +85,19 @@ class Decoder {
     fork(threads, [&](int thread) {
       thread_local Worker worker;
       int stage = 0;
-      stages.run(stage++, thread, int(n), [&](int row) { unpack_row(*w_.embedding, pass.tokens[row], x_ + row * w_.hidden); });
+      stages.run(stage++, thread, int(n), [&](int row) {
+        float* x = x_ + int64_t(row) * w_.hidden;
+        if (pass.inputs)
+          std::memcpy(x, pass.inputs + int64_t(row) * w_.hidden, w_.hidden * 4);
+        else
+          unpack_row(*w_.embedding, pass.tokens[row], x);
+      });
       int attended = 0;  // layers whose attention was run before
       for (int l = 0; l < w_.layers; ++l) {
         const LayerWeights& layer = w_.layer[l];
         const auto enter = [&](int row, const float* weight, bool first) {
           if (first) tap(row, pass.taps[l]);
-          norm(row, weight, normed_);
+          norm(x_, row, weight, normed_);
         };
         const int columns = (w_.hidden + 16 * kColumns - 1) / (16 * kColumns);
         if (layer.query) {
@@ -95,7 +105,12 @@ class Decoder {
           here.window = layer.window;
           here.keys = pool(layer.index, 0);
           here.values = pool(layer.index, 1);
-          stages.run(stage++, thread, int(n), [&](int row) { enter(row, layer.input_norm, true); });
+          stages.run(stage++, thread, int(n), [&](int row) {
+            if (!layer.beside_norm) return enter(row, layer.input_norm, true);
+            tap(row, pass.taps[l]);
+            norm(pass.beside, row, layer.beside_norm, joined_);
+            norm(x_, row, layer.input_norm, joined_, w_.hidden / 16);
+          });
           const int all_heads = w_.heads + 2 * w_.kv_heads;
           stages.run(stage++, thread, normed_.chunks() * all_heads,
                      [&](int item) { project(layer, item / all_heads, item % all_heads, worker); });
@@ -143,11 +158,14 @@ class Decoder {
     return 1.0f / std::sqrt(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / width + w_.norm_eps);
   }
 
-  void norm(int64_t row, const float* weight, const Activations<Mode>& to) const {
-    const float* x = x_ + row * w_.hidden;
-    const F scale = splat(scale_of(x, w_.hidden));
-    for (int at = 0; at < w_.hidden; at += 16)
-      to.put(row, at / 16, load_input(x, at, w_.hidden) * scale * load_input(weight, at, w_.hidden));
+  // A row of `from` normed, or as it is without a weight, into `to` from unit `first`.
+  void norm(const float* from, int64_t row, const float* weight, const Activations<Mode>& to, int first = 0) const {
+    const float* x = from + row * w_.hidden;
+    const F scale = splat(weight ? scale_of(x, w_.hidden) : 1.0f);
+    for (int at = 0; at < w_.hidden; at += 16) {
+      const F value = load_input(x, at, w_.hidden);
+      to.put(row, first + at / 16, weight ? value * scale * load_input(weight, at, w_.hidden) : value);
+    }
   }
 
   void final_norm(int64_t row) const {
@@ -168,7 +186,7 @@ class Decoder {
     const int head = which == 0 ? item : which == 1 ? item - w_.heads : item - w_.heads - w_.kv_heads;
     const Weights& weights = which == 0 ? *layer.query : which == 1 ? *layer.key : *layer.value;
     const float* head_norm = which == 0 ? layer.query_norm : which == 1 ? layer.key_norm : nullptr;
-    const Rows<Mode>& in = normed_.chunk(chunk);
+    const Rows<Mode>& in = (layer.beside_norm ? joined_ : normed_).chunk(chunk);
     const int dim = w_.head_dim, tiles = dim / 16, first_tile = head * tiles;
     F* total = worker.totals.template of<F>(int64_t(in.blocks) * in.height * kColumns);
     float* vector = worker.head.template of<float>(int64_t(in.n) * dim);
@@ -294,7 +312,7 @@ class Decoder {
   float* x_ = nullptr;
   float* partial_ = nullptr;
   typename Mode::Pair* queries_ = nullptr;
-  Activations<Mode> normed_, attended_, inner_;
+  Activations<Mode> normed_, joined_, attended_, inner_;
   Paths paths_;
   std::vector<typename Attention<Mode, T>::Tile> tiles_;
   std::vector<std::atomic<int>> finished_;
