@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draftwise.models.convert import RowLinear
 from draftwise.models.layers import Rotary, rms_norm
-from draftwise.models.linear import RowRules, WeightKind, make_linear
+from draftwise.models.linear import WeightKind, make_linear
 from draftwise.types import ModelConfig, Tap
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -213,13 +213,14 @@ class EagleNetwork(nn.Module):
 
     @torch.no_grad()
     def serve(self, kind: WeightKind, device: torch.device) -> EagleNetwork:
-        """The same network with its products in a kind of weight, on a device; no longer to be trained."""
-        rules = RowRules()
+        """The same network with its products in a kind of weight, on a device; no longer to be trained.
+
+        Their rows need not be invariant: a draft that differs in a last bit is verified all the same.
+        """
         for path, module in list(self.named_modules()):
             if isinstance(module, nn.Linear):
                 bias = None if module.bias is None else module.bias.detach()
                 linear = make_linear(module.weight.detach(), bias, kind, device)
-                rules.settle(linear, kind.dtype, device)
                 parent, _, name = path.rpartition(".")
                 setattr(self.get_submodule(parent), name, RowLinear(linear, kind.dtype, device))
         self.midlayer.rotary = Rotary(self.shape.model_config(), device)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from draftwise.drafters.base import Target
 from draftwise.drafters.eagle_files import write_eagle
 from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
+from draftwise.models.layers import Rotary
 from draftwise.train.capture import Captured, capture
 from draftwise.train.data import Corpus
 from draftwise.train.lesson import Lesson, distributions, match
@@ -107,6 +108,7 @@ class EagleLesson(Lesson):
         shape = network.shape
         self.network, self.target, self.options, self.drafter = network, target, options, shape.algorithm
         self.taps = tuple(dict.fromkeys([*shape.taps, "final_norm"]))
+        network.midlayer.rotary = Rotary(shape.model_config(), target.model.device)
         widths = [torch.full((shape.target_hidden,), scales[tap]) for tap in shape.taps]
         self.register_buffer("scales_F", torch.cat(widths) if shape.joins else torch.ones(shape.target_hidden))
         self.final_scale = scales["final_norm"]
@@ -229,7 +231,7 @@ def build_lesson(
     network.d2t = tokens
     scales = feature_scales(target, corpus, tuple(dict.fromkeys([*taps, "final_norm"])))
     begin(network, scales["final_norm"])
-    return EagleLesson(network.to(target.model.device), target, options, scales=scales)
+    return EagleLesson(network, target, options, scales=scales).to(target.model.device)
 
 
 def frequent_tokens(target: Target, corpus: Corpus, count: int) -> Tensor:

@@ -246,7 +246,7 @@ class Trainer:
             served = measure_served(self.llm, self.lesson.drafter, self.out, prompts, max_tokens=self.plan.served_tokens)
             self._note(served)
         if dist.is_initialized():
-            stale = torch.tensor([self.curve.stale])
+            stale = torch.tensor([self.curve.stale], device=self.device)
             dist.broadcast(stale, 0)
             self.curve.stale = int(stale)
 
