@@ -191,7 +191,7 @@ class Decoder {
     F* total = worker.totals.template of<F>(int64_t(in.blocks) * in.height * kColumns);
     float* vector = worker.head.template of<float>(int64_t(in.n) * dim);
     for (int tile = 0; tile < tiles; tile += kColumns) {
-      TileProduct<Mode>(weights, in)(first_tile + tile, total);
+      tile_product<Mode>(weights, in, first_tile + tile, total);
       for (int c = 0; c < kColumns && tile + c < tiles; ++c) {
         const F bias = weights.bias ? load(weights.bias + (first_tile + tile + c) * 16) : zero();
         for (int r = 0; r < in.n; ++r) store(vector + int64_t(r) * dim + (tile + c) * 16, total[r * kColumns + c] + bias);
@@ -269,7 +269,7 @@ class Decoder {
   void add(const Weights& weights, const Activations<Mode>& from, int chunk, int tile, Worker& worker) const {
     const Rows<Mode>& in = from.chunk(chunk);
     F* total = worker.totals.template of<F>(int64_t(in.blocks) * in.height * kColumns);
-    TileProduct<Mode>(weights, in)(tile, total);
+    tile_product<Mode>(weights, in, tile, total);
     for (int c = 0; c < kColumns && tile + c < weights.tiles(); ++c) {
       const int column = (tile + c) * 16, count = std::min(16, weights.out - column);
       const F bias = weights.bias ? load(weights.bias + column) : zero();
@@ -292,8 +292,8 @@ class Decoder {
     const Rows<Mode>& in = normed_.chunk(chunk);
     const int64_t size = int64_t(in.blocks) * in.height * kColumns;
     F *gates = worker.totals.template of<F>(size), *ups = worker.more.template of<F>(size);
-    TileProduct<Mode>(*layer.gate, in)(tile, gates);
-    TileProduct<Mode>(*layer.up, in)(tile, ups);
+    tile_product<Mode>(*layer.gate, in, tile, gates);
+    tile_product<Mode>(*layer.up, in, tile, ups);
     for (int c = 0; c < kColumns && tile + c < layer.gate->tiles(); ++c) {
       const F gate_bias = layer.gate->bias ? load(layer.gate->bias + (tile + c) * 16) : zero();
       const F up_bias = layer.up->bias ? load(layer.up->bias + (tile + c) * 16) : zero();

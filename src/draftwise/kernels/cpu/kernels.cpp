@@ -32,7 +32,7 @@ void matmul(const Weights& w, const void* x, int x_is_bf16, int64_t n, void* y, 
       const Rows<Mode>& in = rows.chunk(item / columns);
       const int tile = item % columns * kColumns;
       F* total = totals.of<F>(int64_t(in.blocks) * in.height * kColumns);
-      TileProduct<Mode>(w, in)(tile, total);
+      tile_product<Mode>(w, in, tile, total);
       for (int c = 0; c < kColumns && tile + c < w.tiles(); ++c) {
         const int column = (tile + c) * 16, count = std::min(16, w.out - column);
         const F bias = w.bias ? load(w.bias + column) : zero();

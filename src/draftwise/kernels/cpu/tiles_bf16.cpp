@@ -1,3 +1,3 @@
-#include "matmul.h"
+#include "tiles.h"
 
-template class dw::TileProduct<dw::Bf16Mode>;
+template void dw::tile_product<dw::Bf16Mode>(const Weights&, const Rows<Bf16Mode>&, int, F*);

@@ -1,3 +1,3 @@
-#include "matmul.h"
+#include "tiles.h"
 
-template class dw::TileProduct<dw::Fp32Mode>;
+template void dw::tile_product<dw::Fp32Mode>(const Weights&, const Rows<Fp32Mode>&, int, F*);
