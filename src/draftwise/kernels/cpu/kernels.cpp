@@ -74,10 +74,9 @@ void draftwise_unpack_rows(const Weights* w, const int64_t* rows, int64_t n, flo
 
 // as_bf16: multiply pairs of bfloat16, where the machine has them; x is rounded to them.
 void draftwise_matmul(const Weights* w, const void* x, int x_is_bf16, int64_t n, void* y, int y_is_bf16, int as_bf16) {
-  if (kHasBf16 && as_bf16 && w->kind != kFp32)
-    matmul<Bf16Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
-  else
-    matmul<Fp32Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
+  if constexpr (kHasBf16)
+    if (as_bf16 && w->kind != kFp32) return matmul<Bf16Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
+  matmul<Fp32Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
 }
 
 }  // extern "C"

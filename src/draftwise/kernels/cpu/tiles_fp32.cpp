@@ -1,3 +1,5 @@
 #include "tiles.h"
 
-template void dw::tile_product<dw::Fp32Mode>(const Weights&, const Rows<Fp32Mode>&, int, F*);
+namespace dw {
+template void tile_product<Fp32Mode>(const Weights&, const Rows<Fp32Mode>&, int, F*);
+}  // namespace dw
