@@ -475,7 +475,8 @@ def test_a_whole_search_ends_in_time_and_its_set_drafts(llm):
         clock=lambda: float(next(clock)),
     )
     assert 1 <= found.trials <= 20 and seen[-1][0] == found.trials
-    assert [speedup for _, speedup, _ in seen] == sorted(speedup for _, speedup, _ in seen)
+    best = [speedup for _, speedup, _ in seen[1:]]  # the first set leaves out nothing
+    assert best and best == sorted(best)
     assert len(found.trial.survival) == DEPTH and 1 <= found.trial.length <= DEPTH
     with pytest.raises(ValueError, match="no prompt got an answer of 8 tokens or more"):
         find(llm, ["a"], max_tokens=3, raw=True)

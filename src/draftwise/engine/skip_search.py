@@ -78,7 +78,7 @@ def find(
 ) -> Found:
     """Search for `seconds`, the writing of the texts included, or until nothing better turns up; one set at least is tried.
 
-    progress: told after each set how many were tried, the best of them, and the seconds since the start.
+    progress: told after each set how many were tried, the best that leaves out something, and the seconds since the start.
     Raises ValueError where no prompt gets an answer longer than a draft.
     """
     started = clock()
@@ -90,7 +90,8 @@ def find(
 
     def judged(skip: SkipSet) -> Trial:
         trial = judge(skip)
-        progress(len(judge.trials), max(judge.trials.values(), key=lambda tried: tried.speedup), clock() - started)
+        best = max(judge.trials.values(), key=lambda tried: (len(tried.skip) > 0, tried.speedup))
+        progress(len(judge.trials), best, clock() - started)
         return trial
 
     best = search(judged, judge.parts, go_on=lambda: clock() - started < seconds)

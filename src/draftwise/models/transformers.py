@@ -113,7 +113,8 @@ class TransformersModel:
         """The head's weights for these tokens, float32 [n, width]."""
         head = self._model.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(head, RowLinear):
-            raise ValueError(f"the head of {self.config.architecture} models is no plain product, so its rows cannot be borrowed")
+            name = self.config.architecture
+            raise ValueError(f"the head of {name} models is no plain product, so its rows cannot be borrowed")
         return head.linear.rows(tokens_n, self.dtype, self.device)
 
     def new_cache(self, capacity: int) -> KVCache:
