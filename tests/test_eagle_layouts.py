@@ -177,18 +177,19 @@ def test_the_command_exports(target, llm, tmp_path, capsys):
 
 
 @pytest.mark.lab
+@pytest.mark.filterwarnings("ignore")  # that library's own
 def test_the_speculators_library_loads_what_is_written_and_drafts_the_same(llm, target, tmp_path):
     """Needs `pip install speculators`. The first logits of each row of a text."""
     from speculators import SpeculatorModel
 
-    network = random_draft("eagle3", target_vocab=300)
-    write_layout(tmp_path / "out", "speculators", random_draft("eagle3"), llm.target, verifier=str(target))
+    network = random_draft("eagle3", taps=(1, 3, 5))
+    write_layout(tmp_path / "out", "speculators", random_draft("eagle3", taps=(1, 3, 5)), llm.target, verifier=str(target))
     theirs = SpeculatorModel.from_pretrained(str(tmp_path / "out")).float()
     torch.manual_seed(4)
     features, tokens = torch.randn(5, 192), torch.tensor([[5, 6, 7, 8, 9]])
     said = []
     theirs.lm_head.register_forward_hook(lambda module, inputs, output: said.append(output.detach()))
     with torch.no_grad():
-        theirs(features[None], tokens, ttt_steps=1)
+        theirs(features[None], tokens, document_ids=torch.zeros(1, 5, dtype=torch.long), ttt_steps=1)
     known = drafted(network, llm)[0][network.d2t]
     torch.testing.assert_close(said[0][0, -1], known, rtol=1e-4, atol=1e-4)
