@@ -21,6 +21,7 @@ SIDEWAYS = {
     ("tokenizer", "checkpoint"),  # a tokenizer lies in the checkpoint's files
     ("kernels", "checkpoint"),  # compiled kernels lie in the cache folder
     ("kernels", "cache"),  # the fused decoder writes and reads the pool
+    ("sampling", "kernels"),  # a draw goes through the whole vocabulary
 }
 PUBLIC_ONLY = {"bench", "server"}  # these see what any user sees
 EDGE = {"__init__", "__main__", "cli"}  # the public names and the command line reach everything, but lazily

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwise.sampling import Noise, Purpose, _first_arrivals, _hashes, _key
-from draftwise.types import Draft, Drawn
+from draftwise.kernels import first_arrival
+from draftwise.kernels.loader import instruction_sets, library
+from draftwise.sampling import History, Noise, Purpose, _arrivals, _first_arrivals, _hashes, _key, distribution, warp
+from draftwise.types import Draft, Drawn, SamplingParams
 from draftwise.verify import verify
 from laws import deviation, joint
 
@@ -63,6 +65,33 @@ def test_pruning_changes_nothing_on_a_large_vocabulary() -> None:
     for trial, spread in enumerate((0.0, 2.0, 5.0)):
         row_V = torch.softmax(torch.randn(60_000, generator=torch.Generator().manual_seed(trial)) * spread, 0)
         assert _first_arrivals(row_V, trial, 1) == arrivals_in_full(row_V.tolist(), trial, 1)
+
+
+@pytest.mark.parametrize("instruction_set", [None, *instruction_sets()[1:]])
+def test_the_compiled_draw_finds_what_torch_finds(instruction_set: str | None) -> None:
+    """Flat, usual and spiked weights with zeros, whole and as a few tokens out of order; ties go to the lowest token."""
+    lib = library(instruction_set)
+    random_V = torch.Generator().manual_seed(0)
+    for trial in range(300):
+        vocab = (1, 3, 255, 256, 257, 5000)[trial % 6]
+        weights = torch.exp(torch.randn(vocab, generator=random_V) * (0.0, 1.0, 8.0, 40.0)[trial % 4])
+        weights[torch.rand(vocab, generator=random_V) < 0.2] = 0.0
+        weights[trial % vocab] = 1.0
+        tokens = torch.randperm(70_000, generator=random_V)[:vocab]
+        for ids in (None, tokens):
+            assert first_arrival(weights, ids, trial, lib=lib) == _arrivals(weights, trial, 1, ids)[0][1]
+    assert first_arrival(torch.ones(4), torch.tensor([9, 5, 5, 9]), 1, lib=lib) in (5, 9)
+    assert first_arrival(weights.double(), None, 0, lib=lib) is None, "left to torch"
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {}, {"temperature": 0}])
+def test_a_token_is_drawn_from_weights_as_from_the_distribution(params: dict) -> None:
+    params = SamplingParams(**{"temperature": 0.8, **params})
+    for seed in range(200):
+        logits_V = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 2
+        noise = Noise(seed, 3)
+        drawn = noise.target(warp(logits_V, params, History()), 1)
+        assert drawn == noise.target(distribution(logits_V, params, History()), 1)
 
 
 def test_the_target_token_is_the_argmax_of_log_p_plus_gumbel_noise() -> None:

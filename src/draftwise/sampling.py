@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwise.kernels import first_arrival
 from draftwise.types import SamplingParams, TokenLogprob
 
 
@@ -31,8 +32,22 @@ class History(NamedTuple):
         return not tokens or tail == tokens
 
 
+class Weights(NamedTuple):
+    """A distribution without its zeros: float32 weights, the likeliest 1, and the tokens they are of; None: all, in order."""
+
+    values: Tensor
+    tokens: Tensor | None = None
+
+
 def distribution(logits_V: Tensor, params: SamplingParams, history: History, *, end_tokens: Collection[int] = ()) -> Tensor:
-    """The distribution the next token is drawn from, float32 [V]; plain and drafted rows both come through here.
+    """What `warp` leaves, in full: probabilities, float32 [V]. Raises ValueError as that does."""
+    values, tokens = warp(logits_V, params, history, end_tokens=end_tokens)
+    values = (values / values.sum(dtype=torch.float64)).float()
+    return values if tokens is None else torch.zeros_like(logits_V, dtype=torch.float32).scatter_(0, tokens, values)
+
+
+def warp(logits_V: Tensor, params: SamplingParams, history: History, *, end_tokens: Collection[int] = ()) -> Weights:
+    """What the next token is drawn from; plain and drafted rows both come through here.
 
     Order: repetition penalty (prompt and output), presence and frequency penalty (output), logit bias, bad words (which
     a prompt may begin), allowed tokens, mask hook, min_tokens (forbids `end_tokens` and stop tokens while the output is
@@ -45,26 +60,22 @@ def distribution(logits_V: Tensor, params: SamplingParams, history: History, *, 
     if not top > -math.inf:
         raise ValueError(_nothing_left(top, params))
     if params.temperature == 0:
-        one_hot_V = torch.zeros_like(logits_V)
-        one_hot_V[best] = 1.0
-        return one_hot_V
+        return Weights(logits_V.new_ones(1), torch.tensor([best], device=logits_V.device))
     if top == math.inf:  # a bias of infinity: nothing else can be drawn
         logits_V, top = torch.where(logits_V == math.inf, 0.0, -math.inf), 0.0
 
-    weights_V = ((logits_V - top) / params.temperature).exp()  # the most likely token weighs exactly 1
-    kept = None
-    weights = weights_V
+    values = (logits_V - top).div_(params.temperature).exp_()  # the most likely token weighs exactly 1
+    tokens = None
     if 0 < params.top_k < len(logits_V):
-        kept = _largest(logits_V, params.top_k)
-        weights = weights_V[kept]
+        tokens = _largest(logits_V, params.top_k)
+        values = values[tokens]
     if params.top_p < 1:
-        nucleus = _nucleus(weights, params.top_p)
-        kept = nucleus if kept is None else kept[nucleus]
-        weights = weights[nucleus]
+        nucleus = _nucleus(values, params.top_p)
+        tokens = nucleus if tokens is None else tokens[nucleus]
+        values = values[nucleus]
     if params.min_p > 0:
-        weights = torch.where(weights >= params.min_p, weights, 0.0)
-    weights = weights / weights.sum(dtype=torch.float64)
-    return weights.float() if kept is None else torch.zeros_like(logits_V).scatter_(0, kept, weights.float())
+        values = torch.where(values >= params.min_p, values, 0.0)
+    return Weights(values, tokens)
 
 
 def _processed(logits_V: Tensor, params: SamplingParams, history: History, end_tokens: Collection[int]) -> Tensor:
@@ -176,9 +187,14 @@ class Noise:
         self.seed = seed
         self.root = root
 
-    def target(self, row_V: Tensor, depth: int) -> int:
-        """The target's token from `row_V`: argmax of log p plus Gumbel noise; depth 0 follows the last committed token."""
-        return self.match_top(row_V, depth, 1)[0]
+    def target(self, row: Tensor | Weights, depth: int) -> int:
+        """The target's token from a row: argmax of log p plus Gumbel noise; depth 0 follows the last committed token."""
+        values, tokens = row if isinstance(row, Weights) else Weights(row)
+        if tokens is not None and len(tokens) == 1:
+            return int(tokens)
+        key = _key(self.seed, Purpose.TARGET, self.root + depth)
+        found = first_arrival(values, tokens, key)
+        return _arrivals(values, key, 1, tokens)[0][1] if found is None else found
 
     def match_top(self, q_V: Tensor, depth: int, count: int) -> list[int]:
         """The `count` likeliest to be `target`'s token at that depth, as q_V sees it: for drafts that share its noise."""
@@ -229,19 +245,20 @@ def _first_arrivals(weights_V: Tensor, key: int, count: int) -> list[int]:
     return [token for _, token in _arrivals(weights_V, key, count)]
 
 
-def _arrivals(weights_V: Tensor, key: int, count: int) -> list[tuple[float, int]]:
-    """Times and tokens of the first `count` arrivals, in order.
+def _arrivals(weights_V: Tensor, key: int, count: int, tokens: Tensor | None = None) -> list[tuple[float, int]]:
+    """Times and tokens of the first `count` arrivals, in order; `tokens`: what the weights are of, unless of all ids.
 
     The first is a draw from the weights, and all together are draws without replacement: arrival E / p with E = -log(u)
     orders tokens as log p + Gumbel noise does. Logarithms cost most, so only what may be among the first gets one:
     with u = 1 - w, E is at least w, and w / p of the others already comes too late.
     """
-    ids = weights_V.nonzero().flatten()
+    places = weights_V.nonzero().flatten()
+    ids = places if tokens is None else tokens[places]
     count = min(count, len(ids))
     assert count > 0, "a draw from weights that are all zero"
     if len(ids) == 1:
         return [(0.0, int(ids))]
-    weights = weights_V[ids].double()
+    weights = weights_V[places].double()
     w = _shifted(_hashes(key, ids), 12).double().add_(0.5).mul_(2.0**-52)
     bounds = w / weights
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from draftwise.sampling import History, Noise, choice_seed, distribution
+from draftwise.sampling import History, Noise, Weights, choice_seed, distribution, warp
 from draftwise.types import Decoder, Piece, Request, SamplingParams, Stats, TokenLogprob
 
 
@@ -34,6 +34,7 @@ class Sequence:
         self.seed = choice_seed(request.params.seed, choice)
         self.context = context
         self.end_tokens = frozenset(end_tokens)
+        self._ending = frozenset() if request.params.ignore_eos else self.end_tokens
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.error: str | None = None
@@ -68,15 +69,18 @@ class Sequence:
 
     def distribution(self, logits_V: Tensor, path: Seq[int] = ()) -> Tensor:
         """The warped distribution after the tokens so far and `path`, from a model's logits there: target's or draft's."""
-        return self._warped(logits_V, self.params, path)
+        return distribution(logits_V, self.params, self._history(path), end_tokens=self._ending)
+
+    def weights(self, logits_V: Tensor, path: Seq[int] = ()) -> Weights:
+        """The same without zeros and not normalised: all that drawing a token takes."""
+        return warp(logits_V, self.params, self._history(path), end_tokens=self._ending)
 
     def ranking(self, logits_V: Tensor, path: Seq[int] = ()) -> Tensor:
         """What a greedy request takes the largest of, as probabilities: for drafters that want a second choice too."""
-        return self._warped(logits_V, self._untruncated, path)
+        return distribution(logits_V, self._untruncated, self._history(path), end_tokens=self._ending)
 
-    def _warped(self, logits_V: Tensor, params: SamplingParams, path: Seq[int]) -> Tensor:
-        history = History(self.request.prompt, self.output + list(path)) if params.looks_back else History()
-        return distribution(logits_V, params, history, end_tokens=() if params.ignore_eos else self.end_tokens)
+    def _history(self, path: Seq[int]) -> History:
+        return History(self.request.prompt, [*self.output, *path]) if self.params.looks_back else History()
 
     @cached_property
     def _untruncated(self) -> SamplingParams:
@@ -111,7 +115,7 @@ class Sequence:
         return tuple(piece for piece in self._drain() if piece.text)
 
     def _ends(self, token: int) -> bool:
-        return token in self.params.stop_tokens or (token in self.end_tokens and not self.params.ignore_eos)
+        return token in self._ending or token in self.params.stop_tokens
 
     def _release(self) -> list[Piece]:
         """Show held text up to a stop string, or up to what may be the start of one."""

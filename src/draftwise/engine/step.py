@@ -6,26 +6,19 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from draftwise.sampling import token_logprobs
+from draftwise.sampling import Weights, token_logprobs
 from draftwise.sequence import Sequence
 from draftwise.types import Draft, Verdict
 from draftwise.verify import verify
 
 
-def target_rows(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Callable[[int], Tensor]:
-    """row(node): the target's warped distribution after `node`, made when asked for and kept.
+def target_rows(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Callable[[int], Tensor | Weights]:
+    """row(node): what the target draws from after `node`, warped when asked for; a distribution in full where a rule needs it.
 
     logits_NV: float32 [1 + len(draft), vocab]; row 0 follows the last committed token, row i + 1 node i.
     """
-    made: dict[int, Tensor] = {}
-
-    def row(node: int) -> Tensor:
-        if node not in made:
-            path = [draft.tokens[above] for above in draft.path(node)]
-            made[node] = seq.distribution(logits_NV[node + 1], path)
-        return made[node]
-
-    return row
+    warped = seq.weights if seq.request.verify == "match" else seq.distribution
+    return lambda node: warped(logits_NV[node + 1], [draft.tokens[above] for above in draft.path(node)])
 
 
 def decide(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Verdict:

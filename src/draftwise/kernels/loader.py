@@ -66,6 +66,11 @@ def library(instruction_set: str | None = None) -> ctypes.CDLL | None:
         return None
 
 
+def loaded() -> ctypes.CDLL | None:
+    """The compiled kernels if a model uses them already: for what is right without them and only faster with them."""
+    return library() if library.cache_info().currsize else None
+
+
 def load(instruction_set: str) -> ctypes.CDLL:
     """Load the kernels for `instruction_set`, compiling them first where the cache has none. Raises BuildError."""
     compiler = _compiler()
