@@ -235,6 +235,37 @@ def test_the_likeliest_guesses_come_first_and_what_came_of_them_counts():
     assert len(best_first(expand, "", Rates(), Limit(5, 1), min_chance=0.06).draft) == 2
 
 
+# prompt lookup
+
+
+def test_a_chance_is_what_followed_each_run_corrected_from_the_shortest_to_the_longest():
+    """With a doubt of 5: 9 followed the only 2 before; 1 2 stood there too; 7 1 2 did not."""
+    draft = ask(NgramDrafter(), sequence([7, 1, 2, 9, 8, 1, 2]), nodes=1)
+    assert draft.tokens == (9,) and draft.survival == pytest.approx([(1 + 5 * 1 / 6) / 6])
+    assert ask(NgramDrafter(max_ngram=1), sequence([7, 1, 2, 9, 8, 1, 2]), nodes=1).survival == pytest.approx([1 / 6])
+    # 3 was followed by 5 twice and by 6 once, but after 2 3 it was 6
+    draft = ask(NgramDrafter(), sequence([1, 3, 5, 1, 3, 5, 2, 3, 6, 2, 3]), nodes=1)
+    assert draft.tokens == (6,) and draft.survival == pytest.approx([(1 + 5 * 1 / 8) / 6])
+
+
+def test_of_equally_likely_followers_the_latest_is_proposed():
+    assert ask(NgramDrafter(), sequence([1, 5, 1, 6, 1]), nodes=1).tokens == (6,)
+    assert ask(NgramDrafter(), sequence([1, 2, 5, 1, 2, 6, 1, 2]), nodes=1).tokens == (6,)
+
+
+def test_matches_shorter_than_asked_for_are_not_used():
+    text = [1, 2, 3, 9, 2, 3]
+    assert [len(ask(NgramDrafter(min_ngram=n), sequence(text), nodes=1)) for n in (1, 2, 3)] == [1, 1, 0]
+    assert not ask(NgramDrafter(), sequence([1, 2, 3]))
+
+
+def test_lookup_goes_round_a_loop_and_stops_where_the_next_token_is_not_worth_its_row():
+    loop = sequence([5, 6, 7] * 3)
+    assert ask(NgramDrafter(max_tokens=9), loop).tokens == (5, 6, 7) * 3
+    (draft,) = NgramDrafter().propose([loop], [Limit(16, 16, node_price=0.2)])
+    assert 1 <= len(draft) < 16 and all(chance >= 0.2 for chance in draft.survival[:-1])
+
+
 # suffix
 
 

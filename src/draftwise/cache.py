@@ -47,7 +47,7 @@ class _Slot:
 
     @property
     def is_chain(self) -> bool:
-        return all(parent == row - 1 for row, parent in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
 
 class KVCache:
@@ -113,17 +113,18 @@ class KVCache:
 
     def pack(self, feeds: Sequence[Feed]) -> Batch:
         """Reserve staged rows for the feeds and lay them out as one pass. Raises CacheFull, changing nothing."""
-        if sum(self.pages_to_stage(feed.slot, len(feed.tokens)) for feed in feeds) > self._free_count:
+        wanted = [self.pages_to_stage(feed.slot, len(feed.tokens)) for feed in feeds]
+        if sum(wanted) > self._free_count:
             raise CacheFull("no free page in the key/value cache")
         tokens: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
         spans: list[Span] = []
         trees: list[Tree | None] = []
-        for feed in feeds:
+        for feed, pages in zip(feeds, wanted, strict=True):
             state = self._slots[feed.slot]
             start, first = len(tokens), len(state.parents)
-            for _ in range(self.pages_to_stage(feed.slot, len(feed.tokens))):
+            for _ in range(pages):
                 state.pages.append(self._take(state.pages[-1] if state.pages else None))
             for parent in feed.parents:
                 row = len(state.parents)
@@ -136,13 +137,8 @@ class KVCache:
             assert len(tokens) == len(positions)
             spans.append(Span(feed.slot, start, len(tokens), state.length, len(state.parents)))
             trees.append(None if state.is_chain else self._tree(state, first))
-        return Batch(
-            tokens_N=self._indices(tokens),
-            positions_N=self._indices(positions),
-            rows_N=self._indices(rows),
-            spans=tuple(spans),
-            trees=tuple(trees),
-        )
+        tokens_N, positions_N, rows_N = self._indices([tokens, positions, rows])
+        return Batch(tokens_N, positions_N, rows_N, tuple(spans), tuple(trees))
 
     def stage(self, layer: int, batch: Batch, k_NHD: Tensor, v_NHD: Tensor) -> None:
         """Write a layer's keys and values for the rows of a pass."""
@@ -232,7 +228,7 @@ class KVCache:
         branches = tuple(state.path(row) for row in range(first, staged) if row not in inner)
         return Tree(visible[first:].to(self.pool.device), positions, branches)
 
-    def _indices(self, values: Sequence[int]) -> Tensor:
+    def _indices(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.pool.device)
 
 

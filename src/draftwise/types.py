@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from operator import lt
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -168,7 +169,7 @@ class Draft:
     def __post_init__(self) -> None:
         size = len(self.tokens)
         assert len(self.parents) == size and len(self.drawn) == size
-        assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
+        assert all(map(lt, self.parents, range(size))) and min(self.parents, default=-1) >= -1
         assert len(self.q_row) in (0, size) and (self.survival is None or len(self.survival) == size)
 
     @staticmethod
@@ -188,10 +189,6 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     def children(self, node: int) -> list[int]:
         """Nodes below `node` (-1: below the last committed token), in draw order."""
@@ -224,6 +221,10 @@ class Draft:
                     deepest = node
         return self.path(deepest)
 
+    def surviving(self, chances: Seq[float]) -> Draft:
+        """The same draft with other estimates of survival."""
+        return Draft(self.tokens, self.parents, self.drawn, self.q, self.q_row, tuple(chances))
+
     def within(self, limit: Limit) -> Draft:
         """The same draft without the nodes past `limit`; looks at positions only, never at a token's value."""
         if len(self) <= min(limit.nodes, limit.depth):
@@ -236,13 +237,13 @@ class Draft:
         if len(nodes) == len(self):
             return self
         place = {-1: -1} | {node: i for i, node in enumerate(nodes)}
-        return replace(
-            self,
-            tokens=tuple(self.tokens[n] for n in nodes),
-            parents=tuple(place[self.parents[n]] for n in nodes),
-            drawn=tuple(self.drawn[n] for n in nodes),
-            q_row=tuple(self.q_row[n] for n in nodes) if self.q_row else (),
-            survival=tuple(self.survival[n] for n in nodes) if self.survival is not None else None,
+        return Draft(
+            tuple([self.tokens[n] for n in nodes]),
+            tuple([place[self.parents[n]] for n in nodes]),
+            tuple([self.drawn[n] for n in nodes]),
+            self.q,
+            tuple([self.q_row[n] for n in nodes]) if self.q_row else (),
+            tuple([self.survival[n] for n in nodes]) if self.survival is not None else None,
         )
 
 

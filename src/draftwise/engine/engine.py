@@ -148,11 +148,12 @@ class Engine:
 
     def _propose(self, turns: list[Turn], load: Load) -> list[Draft]:
         """Drafts for the requests that decode, within what each may still emit."""
-        drafting = [turn.seq for turn in turns if _decoding(turn) and self._limit(turn.seq).depth > 0]
+        limits = [(turn.seq, self._limit(turn.seq)) for turn in turns if _decoding(turn)]
+        drafting = [(seq, limit) for seq, limit in limits if limit.depth > 0]
         started = self._clock()
-        made = self._proposals.propose(drafting, [self._limit(seq) for seq in drafting], load)
+        made = self._proposals.propose(drafting, load)
         seconds = (self._clock() - started) / max(len(drafting), 1)
-        for seq in drafting:
+        for seq, _ in drafting:
             self._clocks[seq.id].drafted(seconds)
         return [made.get(turn.seq.id, NO_DRAFT) for turn in turns]
 
@@ -166,19 +167,19 @@ class Engine:
     def _logits(self, hidden: Hidden, turns: list[Turn], drafts: list[Draft]) -> dict[int, Tensor]:
         """Per request that reached its last token, the logits after it and after each drafted node."""
         picked: list[int] = []
-        counts: list[tuple[int, int]] = []
+        shares: dict[int, slice] = {}
         first = 0
         for turn, draft in zip(turns, drafts, strict=True):
             stop = first + len(turn.tokens) + len(draft)
             if turn.complete:
+                shares[turn.seq.id] = slice(len(picked), len(picked) + 1 + len(draft))
                 picked += range(first + len(turn.tokens) - 1, stop)
-                counts.append((turn.seq.id, 1 + len(draft)))
             first = stop
         if not picked:
             return {}
-        logits = self.model.logits(hidden.final[picked])[:, : self.vocab]
-        parts = torch.split(logits, [count for _, count in counts])
-        return {identity: part for (identity, _), part in zip(counts, parts, strict=True)}
+        final = hidden.final if len(picked) == first else hidden.final[picked]
+        logits = self.model.logits(final)[:, : self.vocab]
+        return {identity: logits[share] for identity, share in shares.items()}
 
     def _finish(self, turn: Turn, draft: Draft, logits: Tensor | None, hidden: Hidden, rows: range) -> Event | None:
         """Verify, commit and observe one request; what it adds, if anything."""

@@ -6,6 +6,7 @@ is where a new one starts. A draft need not have been verified: the emitted toke
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from draftwise.sequence import Sequence
 from draftwise.types import Draft
 
 GUESS = 0.6  # acceptance of a drafter of which nothing is known
+STRETCHES = (1, 4)  # last depths of those between which survivals are equally to be believed
 DEPTHS = 4  # acceptance is learnt for each depth up to this one, and together for all below
 IDLE = 0.98  # share of what is known of a request's drafter that outlasts a step in which it is not asked
 
@@ -32,7 +34,7 @@ class _Known:
 
     right: Rates  # by drafter and depth: how often the node there was, once those above it were
     nodes: Rates  # by drafter and depth: how many there were
-    sayings: Rates  # by drafter and what it said: how often that came true
+    sayings: Rates  # by drafter, stretch of depths and the survival it gave: how often that came true
 
 
 class Experience:
@@ -62,9 +64,9 @@ class Experience:
             outlook = self.outlook(place, seq, max(depths, default=0))
             return [outlook[depth - 1].chance / depths.count(depth) for depth in depths]
         rates = self._of(seq).sayings
-        for saying, parent in zip(_sayings(draft.survival, draft), draft.parents, strict=True):
-            above = chances[parent] if parent >= 0 else 1.0
-            chances.append(above * rates.rate((place, level(saying)), saying))
+        for saying, depth, parent in zip(draft.survival, draft.depths(), draft.parents, strict=True):
+            chance = rates.rate(_kind(place, depth, saying), saying)
+            chances.append(min(chance, chances[parent]) if parent >= 0 else chance)
         return chances
 
     def tokens_left(self, seq: Sequence) -> float:
@@ -72,17 +74,18 @@ class Experience:
         said = len(seq.tokens) - seq.prompt_length
         return max(min(max(self._said.rate("tokens", 256.0) - said, 64.0), seq.room), 1.0)
 
-    def learn(self, place: int, seq: Sequence, draft: Draft, asked: int | None, emitted: Seq[int]) -> bool:
+    def learn(
+        self, place: int, seq: Sequence, draft: Draft, verified: Draft, asked: int | None, emitted: Seq[int]
+    ) -> bool:
         """Take in what came of a draft, of which `asked` levels were asked for; None: it came unasked, for nothing.
 
-        Returns whether its first token was right.
+        verified: what the pass verified, of this draft and others. Returns whether the draft's first token was right.
         """
         known, path = self._of(seq), draft.follow(emitted)
         if draft.survival is not None:
-            reached = {-1: 0} | {node: depth for depth, node in enumerate(path, 1)}  # nodes after which a token came
-            for node, saying in enumerate(_sayings(draft.survival, draft)):
-                if reached.get(draft.parents[node], len(emitted)) < len(emitted):
-                    known.sayings.learn((place, level(saying)), node in reached)
+            depths = draft.depths()
+            for node in _decided(draft, verified):
+                known.sayings.learn(_kind(place, depths[node], draft.survival[node]), node in path)
         if draft.survival is None or asked is not None:
             self._learn_depths(place, known, draft, asked, len(path), len(emitted))
         return bool(path)
@@ -118,7 +121,21 @@ class Experience:
         return self._known[seq.id]
 
 
-def _sayings(survival: Seq[float], draft: Draft) -> list[float]:
-    """Per node the chance that a draft gives it once its parent was right."""
-    above = [survival[parent] if parent >= 0 else 1.0 for parent in draft.parents]
-    return [min(said / before, 1.0) if before > 0 else 0.0 for said, before in zip(survival, above, strict=True)]
+def _decided(draft: Draft, verified: Draft) -> list[int]:
+    """The nodes of which a pass tells whatever comes of it: those that were verified, and those just below them.
+
+    Others are found wrong where a text parts from the draft early, but never right: counting them would be unfair.
+    """
+    at = {(parent, token): node for node, (parent, token) in enumerate(zip(verified.parents, verified.tokens, strict=True))}
+    places, decided = {-1: -1}, []  # of nodes among the verified ones
+    for node, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+        if parent in places:
+            decided.append(node)
+            if (key := (places[parent], token)) in at:
+                places[node] = at[key]
+    return decided
+
+
+def _kind(place: int, depth: int, saying: float) -> tuple[int, int, int]:
+    """Nodes alike in how far a drafter is to be believed: what it says of single tokens may be right and of runs too much."""
+    return place, bisect_left(STRETCHES, depth), level(saying)

@@ -11,7 +11,7 @@ and their rows take: that maximizes tokens over seconds, whatever a single step 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -82,6 +82,7 @@ class Governor:
     """
 
     PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
+    MODEST = 0.3  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
@@ -94,7 +95,9 @@ class Governor:
     # before drafting
 
     def plan(self, place: int, drafter: Drafter, choices: Seq[Choice], load: Load) -> list[Limit]:
-        """What to ask of a drafter that costs; depth 0 where nothing. Reads drafts that were made, never one to be made."""
+        """What to ask of a drafter; depth 0 where nothing. Reads drafts that were made, never one to be made."""
+        if drafter.free:
+            return self._invite(drafter, choices, load)
         worth, price = self._worth(load), self._price(load)
         seconds = drafter.seconds_per_depth(len(choices))
         limits = [choice.left(drafter) for choice in choices]
@@ -125,6 +128,14 @@ class Governor:
         return [
             limit._replace(depth=depth, node_price=price, level_price=shared) if choice.auto else limit._replace(depth=depth)
             for choice, limit, depth in zip(choices, limits, depths, strict=True)
+        ]
+
+    def _invite(self, drafter: Drafter, choices: Seq[Choice], load: Load) -> list[Limit]:
+        """What a free drafter may offer: all that may turn out to be worth its row."""
+        least = self.MODEST * self._price(load)
+        limits = [choice.left(drafter) for choice in choices]
+        return [
+            limit._replace(node_price=least) if choice.auto else limit for choice, limit in zip(choices, limits, strict=True)
         ]
 
     def _bid(self, place: int, choice: Choice, depth: int, cost: Callable[[float], float], extra: float) -> _Bid:
@@ -189,8 +200,8 @@ class Governor:
 
     def choose(self, choices: Seq[Choice], load: Load) -> list[Draft]:
         """What to verify of the drafts that came."""
-        worth, price = self._worth(load), self._price(load)
-        merged = [self._merged(choice, price) for choice in choices]
+        worth = self._worth(load)
+        merged = [self._merged(choice, load) for choice in choices]
         kept = [list(range(draft.settled)) for draft in merged]
         likeliest: list[tuple[float, int, int]] = []
         for i, (choice, (draft, settled)) in enumerate(zip(choices, merged, strict=True)):
@@ -216,22 +227,22 @@ class Governor:
             for choice, (draft, _), nodes in zip(choices, merged, kept, strict=True)
         ]
 
-    def _merged(self, choice: Choice, price: float) -> Merged:
+    def _merged(self, choice: Choice, load: Load) -> Merged:
         offers, rule = [], choice.seq.request.verify
         for place, draft in choice.drafts.items():
             chances, whole = choice.chances[place], draft.survival is None
             optional = whole and choice.auto and place not in choice.asked and not weighed(draft, rule)
-            if not optional or sum(chances) > price * len(draft):
-                offers.append(Offer(replace(draft, survival=tuple(chances)), whole))
+            if not optional or sum(chances) > self._price(load) * len(draft):
+                offers.append(Offer(draft.surviving(chances), whole))
         return merge(offers, rule)
 
     # afterwards
 
-    def learn(self, choice: Choice, emitted: Seq[int]) -> None:
+    def learn(self, choice: Choice, verified: Draft, emitted: Seq[int]) -> None:
         """Take in what came of a request's drafts, and of those that were not verified what would have come."""
         for place, draft in choice.drafts.items():
             asked = choice.asked[place].depth if place in choice.asked else None
-            self._use(place, choice.seq).curious = self._experience.learn(place, choice.seq, draft, asked, emitted)
+            self._use(place, choice.seq).curious = self._experience.learn(place, choice.seq, draft, verified, asked, emitted)
 
     def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float) -> None:
         """Take in a pass of decoding requests alone; `drafting`: the seconds that its drafts should have taken."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 
 from draftwise.drafters.averages import Pace
 
@@ -16,10 +17,17 @@ class CostTable:
     """t(n): seconds of a target pass of n rows, measured for a few n and interpolated between."""
 
     def __init__(self, rows: Seq[int], seconds: Seq[float]) -> None:
-        self.rows, self.seconds = list(rows), [max(seconds[: i + 1]) for i in range(len(seconds))]
+        self.rows, self.seconds = list(rows), list(accumulate(seconds, max))
+        self._found: dict[float, float] = {}  # asked for many times a step
 
     def __call__(self, rows: float) -> float:
         """Linear between measured sizes, and past the last at the slope of the last two."""
+        seconds = self._found.get(rows)
+        if seconds is None:
+            seconds = self._found[rows] = self._between(rows)
+        return seconds
+
+    def _between(self, rows: float) -> float:
         place = min(max(bisect_left(self.rows, rows), 1), len(self.rows) - 1)
         low, high = self.rows[place - 1], self.rows[place]
         slope = (self.seconds[place] - self.seconds[place - 1]) / (high - low)

@@ -18,6 +18,7 @@ class Proposals:
 
     def __init__(self, drafters: Seq[Drafter], governor: Governor) -> None:
         self.drafters, self.governor = tuple(drafters), governor
+        self._order = sorted(range(len(self.drafters)), key=lambda place: not self.drafters[place].free)
         for place, drafter in enumerate(self.drafters):
             drafter.place = place
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for drafter in self.drafters for tap in drafter.taps))
@@ -26,26 +27,24 @@ class Proposals:
         """What the drafts of this step should have taken, but for catching up."""
         self._rounds: dict[int, Choice] = {}
 
-    def propose(self, seqs: Seq[Sequence], limits: Seq[Limit], load: Load) -> dict[int, Draft]:
+    def propose(self, asking: Seq[tuple[Sequence, Limit]], load: Load) -> dict[int, Draft]:
         """A draft for each request by its id, within its limit; `load` is what the pass holds without them."""
-        choices = [Choice(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        choices = [Choice(seq, limit) for seq, limit in asking]
         self._rounds, self.seconds = {choice.seq.id: choice for choice in choices}, 0.0
         if not choices:
             return {}
-        order = sorted(range(len(self.drafters)), key=lambda place: not self.drafters[place].free)
-        for place in order:
+        for place in self._order:
             drafter = self.drafters[place]
-            if drafter.free:
-                wanted = [choice.left(drafter) for choice in choices]
-            else:
-                wanted = self.governor.plan(place, drafter, choices, load)
+            wanted = self.governor.plan(place, drafter, choices, load)
             asked = [(choice, limit) for choice, limit in zip(choices, wanted, strict=True) if limit.depth > 0]
             if not asked:
                 continue
             drafts = drafter.propose([choice.seq for choice, _ in asked], [limit for _, limit in asked])
-            deepest = max((max(draft.depths(), default=0) for draft in drafts), default=0)
-            self.seconds += deepest * drafter.seconds_per_depth(len(asked))
+            if seconds := drafter.seconds_per_depth(len(asked)):
+                self.seconds += seconds * max(max(draft.depths(), default=0) for draft in drafts)
             for (choice, limit), draft in zip(asked, drafts, strict=True):
+                if drafter.free and not draft.tokens:
+                    continue  # nothing was paid and nothing came
                 choice.drafts[place] = draft.within(limit)
                 if not drafter.free:
                     choice.asked[place] = limit
@@ -58,7 +57,7 @@ class Proposals:
         for drafter in self.drafters:
             drafter.observe(seq, outcome)
         if seq.id in self._rounds:
-            self.governor.learn(self._rounds[seq.id], outcome.emitted)
+            self.governor.learn(self._rounds[seq.id], outcome.draft, outcome.emitted)
 
     def forget(self, seq: Sequence) -> None:
         """The request ended."""
