@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +31,21 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2")
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
+    """load(architecture, kind, compiled): a tiny model; made once, since probing plain torch's kernels takes a second."""
     extra: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 24}}
-    made = {}
-    for name in ARCHITECTURES:
+
+    @functools.cache
+    def folder(name: str) -> Path:
         sizes = {"n_positions": 640} if name == "gpt2" else {"max_position_embeddings": 640}
-        made[name] = tiny_checkpoint(tmp_path_factory.mktemp(name), name, **extra.get(name, {}), **sizes)
-    return made
+        return tiny_checkpoint(tmp_path_factory.mktemp(name), name, **extra.get(name, {}), **sizes)
+
+    @functools.cache
+    def load(architecture: str, kind: str, compiled: bool) -> Model:
+        weights = replace(KINDS[kind], compiled=compiled)
+        return load_model(open_checkpoint(folder(architecture)), weights, CPU)
+
+    return load
 
 
 @pytest.fixture(params=["compiled", "plain torch"])
@@ -42,14 +53,10 @@ def compiled(request: pytest.FixtureRequest) -> bool:
     return bool(request.param == "compiled")
 
 
-def load(folder: Path, kind: WeightKind, *, compiled: bool) -> Model:
-    return load_model(open_checkpoint(folder), WeightKind(kind.dtype, kind.quantize, compiled=compiled), CPU)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_bits_do_not_depend_on_what_shares_the_pass(folders, architecture, kind, compiled):
-    model = load(folders[architecture], KINDS[kind], compiled=compiled)
+def test_bits_do_not_depend_on_what_shares_the_pass(load, architecture, kind, compiled):
+    model = load(architecture, kind, compiled)
     tokens = text(100)
     alone = one_by_one(model, tokens)
     assert torch.equal(logits(model, tokens), alone)
@@ -68,8 +75,8 @@ def test_bits_do_not_depend_on_what_shares_the_pass(folders, architecture, kind,
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_node_of_a_tree_has_the_bits_of_its_chain(folders, architecture, kind, compiled):
-    model = load(folders[architecture], KINDS[kind], compiled=compiled)
+def test_a_node_of_a_tree_has_the_bits_of_its_chain(load, architecture, kind, compiled):
+    model = load(architecture, kind, compiled)
     prompt = text(45, seed=4)
     for nodes, seed in ((6, 1), (16, 2), (30, 3)):
         parents, drafted = random_tree(nodes, seed=seed), text(nodes, seed=seed + 10)
@@ -77,14 +84,16 @@ def test_a_node_of_a_tree_has_the_bits_of_its_chain(folders, architecture, kind,
         slot = cache.alloc()
         read(model, cache, slot, prompt)
         rows = model.logits(model.forward(cache.pack([Feed(slot, drafted, parents)]), cache).final)
-        for node in range(nodes):
-            chain = [drafted[step] for step in path(parents, node)]
-            assert torch.equal(rows[node], one_by_one(model, [*prompt, *chain])[-1]), (nodes, node)
+        for leaf in set(range(nodes)) - set(parents):
+            branch = path(parents, leaf)
+            # the prompt at once, which has the bits of its tokens one by one; then the branch one by one
+            chain = logits(model, [*prompt, *(drafted[node] for node in branch)], [len(prompt), *[1] * len(branch)])
+            assert torch.equal(rows[branch], chain[len(prompt) :]), (nodes, branch)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompt_chunks_up_to_512(folders, kind, compiled):
-    model = load(folders["llama"], KINDS[kind], compiled=compiled)
+def test_prompt_chunks_up_to_512(load, kind, compiled):
+    model = load("llama", kind, compiled)
     tokens = text(600)
     whole = logits(model, tokens, [512])
     assert torch.equal(logits(model, tokens, [200, 300]), whole)

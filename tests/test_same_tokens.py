@@ -5,12 +5,17 @@ Found by scanning the folder of drafters, so that a new one is covered by existi
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import draftwise as dw
-from tiny import tiny_checkpoint, tiny_draft
+from scanned import DRAFTERS, named
+from tiny import tiny_checkpoint
 
 SAMPLING = {
     "greedy": {},
@@ -45,45 +50,54 @@ TEXT = (
 )
 
 
+KERNELS = ("auto", "torch")
+ASKED = {"raw": True, "max_tokens": 32, "ignore_eos": True}
+
+
+def grid() -> list[Any]:
+    """Every drafter on every kind of weight and kernel; by default each on fp32 and on one kind whose activations are bf16,
+    one of the two compiled and the other in plain torch, in turn, so that six drafters together meet every pair."""
+    cases = []
+    for number, drafter in enumerate(DRAFTERS):
+        usual = {("fp32", KERNELS[number % 2]), (("bf16", "int8", "int4")[number % 3], KERNELS[(number + 1) % 2])}
+        for case in itertools.product(WEIGHTS, KERNELS):
+            cases.append(pytest.param(drafter, *case, marks=() if case in usual else pytest.mark.lab))
+    return cases
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama")
 
 
-def drafters(path: Path) -> list[str]:
-    """Every drafter there is, with a checkpoint, a text or a draft trained for it for those that take one."""
-    text = path.parent / "corpus.txt"
-    text.write_text("\n".join(PROMPTS), encoding="utf-8")
-    names = []
-    for name in dw.drafter_names():
-        try:
-            dw.load(str(path), drafter=name, context=64)
-            names.append(name)
-        except ValueError as error:
-            needed = {"needs a checkpoint": path, "needs a text": text, "needs a draft": path.parent / f"{path.name}-{name}"}
-            (what,) = [need for need in needed if need in str(error)]
-            if what == "needs a draft" and not needed[what].exists():
-                tiny_draft(needed[what], path, name)
-            names.append(f"{name}:{needed[what]}")
-    return [name for name in names if name != "none"]
+@pytest.fixture(scope="module")
+def plain(tiny) -> Callable[[str, str], tuple[dw.LLM, dict[str, list[tuple[int, ...]]]]]:
+    """plain(weights, kernels): the target, and what it says to each prompt by way of sampling. Made once for all drafters."""
+
+    @functools.cache
+    def made(weights: str, kernels: str) -> tuple[dw.LLM, dict[str, list[tuple[int, ...]]]]:
+        llm = dw.load(str(tiny), kernels=kernels, **WEIGHTS[weights])
+        said = {
+            name: [llm.generate(prompt, **ASKED, **params).tokens for prompt in PROMPTS] for name, params in SAMPLING.items()
+        }
+        return llm, said
+
+    return made
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_every_drafter_on_every_kind_of_weight(tiny, weights, kernels):
-    plain = dw.load(str(tiny), kernels=kernels, **WEIGHTS[weights])
-    for name in drafters(tiny):
-        drafted = plain.using(name, draft_quantize="int4" if ":" in name else None)
-        nodes = 0
-        for params in SAMPLING.values():
-            options = {"raw": True, "max_tokens": 32, "ignore_eos": True, **params}
-            alone = [plain.generate(prompt, **options) for prompt in PROMPTS]
-            together = drafted.generate(PROMPTS, draft_tokens=6, **options)
-            assert [result.tokens for result in together] == [result.tokens for result in alone]
-            single = drafted.generate(PROMPTS[0], **options)
-            assert single.tokens == alone[0].tokens
-            nodes += plain.pool(together).drafted
-        assert nodes > 0
+@pytest.mark.parametrize(("drafter", "weights", "kernels"), grid())
+def test_every_drafter_on_every_kind_of_weight(tiny, plain, drafter, weights, kernels):
+    target, said = plain(weights, kernels)
+    name = named(drafter, tiny, checkpoint=tiny, corpus="\n".join(PROMPTS))
+    drafted = target.using(name, draft_quantize="int4" if ":" in name else None)
+    nodes = 0
+    for sampling, params in SAMPLING.items():
+        together = drafted.generate(PROMPTS, draft_tokens=6, **ASKED, **params)
+        assert [result.tokens for result in together] == said[sampling]
+        alone = drafted.generate(PROMPTS[0], **ASKED, **params)
+        assert alone.tokens == said[sampling][0]
+        nodes += target.pool(together).drafted
+    assert nodes > 0
 
 
 @pytest.fixture(scope="module")
