@@ -22,8 +22,12 @@ from draftwise.cli import options
               help="draftwise, or another engine's: eagle (SafeAILab), speculators (vLLM).")
 @click.option("--quantize", type=click.Choice(["int8", "int4"]), help="Matrices in groups of integers.")
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
-def command(draft: str, model: str, out: str, layout: str, quantize: str | None, revision: str | None) -> None:
+@options.json_option
+def command(
+    draft: str, model: str, out: str, layout: str, quantize: str | None, revision: str | None, as_json: bool
+) -> None:
     """Write a draft anew. KIND is the drafter that runs it, such as eagle3."""
+    from draftwise.cli.output import print_json
     from draftwise.drafters import find_drafter
 
     kind, colon, folder = draft.partition(":")
@@ -39,3 +43,5 @@ def command(draft: str, model: str, out: str, layout: str, quantize: str | None,
     llm = draftwise.load(model, revision=revision, context=64)
     module.export(Path(folder), Path(out), llm.target, layout=layout, quantize=quantize, name=model)
     options.note(f"the draft is in {out}")
+    if as_json:
+        print_json({"kind": kind, "draft": out, "layout": layout, "quantize": quantize})

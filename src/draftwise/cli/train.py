@@ -57,13 +57,15 @@ DEFAULT_MINUTES = 20.0
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @click.option("--context", type=click.IntRange(min=1), default=2048, show_default=True, help="Longest prompt and answer.")
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads; default: torch's choice.")
-def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], **flags: Any) -> None:
+@options.json_option
+def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     """Train a draft of a KIND, such as eagle3, for a model.
 
     The model answers prompts with the engine; the draft learns to foresee it. The same command with --resume goes on after
     a stop. Start it with torchrun to train on several devices.
     """
     from draftwise.bench.workloads import read
+    from draftwise.cli.output import print_json
     from draftwise.train import find_kind, parse_kind_options
     from draftwise.train.loop import Plan, train
 
@@ -123,6 +125,8 @@ def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], **fl
             report=show,
         )
     options.note(f"the draft is in {out}; use it with --drafter {kind}:{out}")
+    if as_json:
+        print_json({"kind": kind, "model": model, "draft": out, "served": show.served})
 
 
 def _limit(model: str, revision: str | None) -> int:
@@ -150,6 +154,7 @@ class _Progress:
         self.bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not self.watched)
         self.task = self.bar.add_task("starting", total=1.0)
         self.told = 0.0
+        self.served: list[dict[str, float]] = []
 
     def __enter__(self) -> _Progress:
         self.bar.start()
@@ -172,9 +177,10 @@ class _Progress:
         else:
             if phase == "served":
                 greedy, sampled = figures["served"]
+                seconds, rows = figures["seconds"], figures["rows"]
+                self.served.append({"seconds": seconds, "rows": rows, "greedy": greedy, "temperature 0.8": sampled})
                 options.note(
-                    f"{_time(figures['seconds'])}, {figures['rows']} rows: served tokens a pass {greedy:.3f} greedy, "
-                    f"{sampled:.3f} at temperature 0.8"
+                    f"{_time(seconds)}, {rows} rows: served tokens a pass {greedy:.3f} greedy, {sampled:.3f} at temperature 0.8"
                 )
             return
         self.bar.update(self.task, completed=min(share, 1.0), description=text)
