@@ -162,7 +162,9 @@ def test_other_speculators_are_refused_by_name(llm, tmp_path, change, message):
 def test_the_command_exports(target, llm, tmp_path, capsys):
     write_layout(tmp_path / "draft", "eagle", random_draft("eagle3"), llm.target, verifier="t")
     command = ["export", f"eagle3:{tmp_path / 'draft'}", "--model", str(target), "--out"]
-    assert main([*command, str(tmp_path / "small"), "--quantize", "int8"]) == 0
+    assert main([*command, str(tmp_path / "small"), "--quantize", "int8", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["draft"], shown["layout"], shown["quantize"]) == (str(tmp_path / "small"), "draftwise", "int8")
     assert main([*command, str(tmp_path / "theirs"), "--layout", "speculators"]) == 0
     assert json.loads((tmp_path / "theirs" / "config.json").read_text())["speculators_model_type"] == "eagle3"
     for arguments, message in [

@@ -266,12 +266,15 @@ def test_the_command_trains_and_generate_loads_it(target, tmp_path, capsys):
     out = tmp_path / "draft"
     command = ["train", "eagle3", "--model", str(target), "--out", str(out), "--prompts", str(prompts), "--context", "128"]
     sizes = ["--tokens", "60", "--updates", "2", "--rows", "40", "--max-tokens", "8", "--batch", "4"]
-    assert main([*command, *sizes, "-o", "vocab=64"]) == 0
+    assert main([*command, *sizes, "-o", "vocab=64", "--json"]) == 0
     config = json.loads((out / "config.json").read_text())
     assert config["draft_vocab_size"] == 64
     card = config["draftwise"]["card"]
     assert card["prompts"][0]["count"] == 2 and card["trained"]["update"] == 2 and len(card["curve"]) == 1
-    assert "served tokens a pass" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "served tokens a pass" in printed.err
+    shown = json.loads(printed.out)
+    assert shown["draft"] == str(out) and [point["greedy"] >= 1 for point in shown["served"]] == [True]
     assert (out / CHECKPOINT).exists()
     assert main([*command, *sizes]) == 2
     assert "holds a run already" in capsys.readouterr().err
