@@ -15,7 +15,7 @@ demo: model
 	$(RUN)/python scripts/demo.py
 
 test: $(VENV)/.dev model
-	$(RUN)/python -m pytest -q -m "not lab"
+	$(RUN)/python -m pytest -q -m "not lab" -n 2
 
 test-lab: $(VENV)/.dev model
 	$(RUN)/python -m pytest -q -m lab

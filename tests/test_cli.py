@@ -460,8 +460,10 @@ def test_traceback_on_request(run):
 # leaving early
 
 
-def test_interrupt_ends_without_a_traceback(model):
-    line = [sys.executable, "-m", "draftwise", "generate", PROMPT, "--model", model, "--ignore-eos", "--max-tokens", "400"]
+def test_interrupt_ends_without_a_traceback(model, tmp_path):
+    (tmp_path / "many.jsonl").write_text('{"prompt": "the cat"}\n' * 2000)
+    asked = ["--prompts", str(tmp_path / "many.jsonl"), "--ignore-eos", "--max-tokens", "400"]
+    line = [sys.executable, "-m", "draftwise", "generate", "--model", model, *asked]
     with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(1)

@@ -67,7 +67,10 @@ def test_pruning_changes_nothing_on_a_large_vocabulary() -> None:
         assert _first_arrivals(row_V, trial, 1) == arrivals_in_full(row_V.tolist(), trial, 1)
 
 
-@pytest.mark.parametrize("instruction_set", [None, *instruction_sets()[1:]])
+OTHERS = [pytest.param(name, marks=pytest.mark.lab) for name in instruction_sets()[1:]]  # a minute each to compile
+
+
+@pytest.mark.parametrize("instruction_set", [None, *OTHERS])
 def test_the_compiled_draw_finds_what_torch_finds(instruction_set: str | None) -> None:
     """Flat, usual and spiked weights with zeros, whole and as a few tokens out of order; ties go to the lowest token."""
     lib = library(instruction_set)
