@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import sys
@@ -32,7 +33,7 @@ from draftwise.models.base import Model
 from draftwise.sampling import History, Noise, distribution
 from draftwise.sequence import Sequence
 from draftwise.tokenizer import Tokenizer, load_tokenizer
-from draftwise.types import NO_DRAFT, Batch, Draft, Drawn, Hidden, Limit, Outcome, Request, SamplingParams, Tap
+from draftwise.types import NO_DRAFT, Batch, Draft, Drawn, Hidden, Limit, Outcome, Request, Result, SamplingParams, Tap
 from draftwise.verify import verify
 from laws import Chance, ExactNoise, deviation, law
 from table_model import TableModel, engine
@@ -322,7 +323,7 @@ def test_the_same_model_under_other_ids_is_always_accepted(sampling: str, method
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens_alone_and_in_a_ragged_batch(method: str, sampling: str) -> None:
     params = SAMPLING[sampling]
-    plain = [run(NoDrafter(), [prompt], **params)[0] for prompt in RAGGED]
+    plain = plain_results(sampling)
     drafted = 0
     for shape, draft_tokens in SHAPES:
         together = run(cross(method=method, **shape), RAGGED, draft_tokens=draft_tokens, **params)
@@ -331,6 +332,11 @@ def test_same_tokens_alone_and_in_a_ragged_batch(method: str, sampling: str) -> 
         drafted += sum(result.stats.drafted for result in together)
     assert drafted > 200
     assert run(cross(method=method, **SHAPES[0][0]), [PROMPT], **params)[0].tokens == plain[0].tokens
+
+
+@functools.cache
+def plain_results(sampling: str) -> list[Result]:
+    return [run(NoDrafter(), [prompt], **SAMPLING[sampling])[0] for prompt in RAGGED]
 
 
 def test_nothing_is_drafted_where_a_request_allows_nothing_that_is_shared() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -69,9 +70,8 @@ DRAFTERS = {
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_same_tokens_alone_and_in_a_ragged_batch(drafter, sampling):
-    params = dict(SAMPLING[sampling])
-    params["max_tokens"] = 40
-    plain = [run(NoDrafter(), [prompt], **params)[0] for prompt in RAGGED]
+    params = {**SAMPLING[sampling], "max_tokens": 40}
+    plain = plain_results(sampling)
     assert len({result.tokens for result in plain}) > 1
     for draft_tokens in (None, 5):
         together = run(DRAFTERS[drafter](), RAGGED, draft_tokens=draft_tokens, **params)
@@ -80,6 +80,11 @@ def test_same_tokens_alone_and_in_a_ragged_batch(drafter, sampling):
         assert [result.finish_reason for result in together] == [result.finish_reason for result in plain]
     alone = run(DRAFTERS[drafter](), [PROMPT], **params)
     assert alone[0].tokens == plain[0].tokens
+
+
+@functools.cache
+def plain_results(sampling):
+    return [run(NoDrafter(), [prompt], **{**SAMPLING[sampling], "max_tokens": 40})[0] for prompt in RAGGED]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
