@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftwise import kernels
 from draftwise.kernels import loader, reference
+from libraries import OTHERS
 
 SHAPES = [(48, 576), (50, 96), (33, 272), (17, 40), (130, 1536)]
 KINDS = ["q4_0", "q4_1", "q4_k", "q4_float", "q5_1", "q6_k", "q8_0", "q8_row", "q8_row_minimum", "bf16", "fp32"]
@@ -137,12 +138,9 @@ def test_wrong_shapes_are_named():
         kernels.pack_int8(torch.zeros(4, 64, dtype=torch.int8), torch.zeros(4, 8))
 
 
-@pytest.mark.parametrize("optimised", [False, pytest.param(True, marks=pytest.mark.lab)], ids=["as written", "optimised"])
-@pytest.mark.parametrize("instruction_set", loader.instruction_sets()[1:])
-def test_every_instruction_set_of_this_machine_computes_the_same(instruction_set, optimised, monkeypatch):
-    if not optimised:  # seconds to compile instead of a minute
-        monkeypatch.setattr(loader, "_FLAGS", tuple(flag for flag in loader._FLAGS if flag != "-O3"))
-    lib = loader.load(instruction_set)
+@pytest.mark.parametrize("library", OTHERS)
+def test_every_instruction_set_of_this_machine_computes_the_same(library):
+    lib = library()
     for kind in ("q4_1", "q4_k", "q6_k", "q8_0", "bf16"):
         packed, dense, _ = make(kind, 50, 272)
         other = packed.on(lib)

@@ -5,17 +5,18 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from ctypes import CDLL
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftwise.kernels import first_arrival
-from draftwise.kernels.loader import instruction_sets, library
+from draftwise.kernels import first_arrival, loader
 from draftwise.sampling import History, Noise, Purpose, _arrivals, _first_arrivals, _hashes, _key, distribution, warp
 from draftwise.types import Draft, Drawn, SamplingParams
 from draftwise.verify import verify
 from laws import deviation, joint
+from libraries import OTHERS
 
 P = [0.4, 0.3, 0.2, 0.1]
 ROW = torch.tensor(P)
@@ -67,13 +68,11 @@ def test_pruning_changes_nothing_on_a_large_vocabulary() -> None:
         assert _first_arrivals(row_V, trial, 1) == arrivals_in_full(row_V.tolist(), trial, 1)
 
 
-OTHERS = [pytest.param(name, marks=pytest.mark.lab) for name in instruction_sets()[1:]]  # a minute each to compile
-
-
-@pytest.mark.parametrize("instruction_set", [None, *OTHERS])
-def test_the_compiled_draw_finds_what_torch_finds(instruction_set: str | None) -> None:
+@pytest.mark.parametrize("library", [pytest.param(loader.library, id="the best"), *OTHERS])
+def test_the_compiled_draw_finds_what_torch_finds(library: Callable[[], CDLL | None]) -> None:
     """Flat, usual and spiked weights with zeros, whole and as a few tokens out of order; ties go to the lowest token."""
-    lib = library(instruction_set)
+    lib = library()
+    assert lib is not None
     random_V = torch.Generator().manual_seed(0)
     for trial in range(300):
         vocab = (1, 3, 255, 256, 257, 5000)[trial % 6]
