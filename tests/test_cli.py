@@ -465,11 +465,11 @@ def test_interrupt_ends_without_a_traceback(model, tmp_path):
     asked = ["--prompts", str(tmp_path / "many.jsonl"), "--ignore-eos", "--max-tokens", "400"]
     line = [sys.executable, "-m", "draftwise", "generate", "--model", model, *asked]
     with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130
-        assert b"Traceback" not in process.stderr.read()
+        _, err = process.communicate(timeout=60)  # reads on, or a full pipe would hold it
+    assert process.returncode == 130 and b"Traceback" not in err
 
 
 def test_interrupt_on_a_terminal_ends_the_answer_and_not_the_chat(model):
