@@ -460,6 +460,15 @@ def test_traceback_on_request(run):
 # leaving early
 
 
+@pytest.fixture
+def interruptible():
+    """A shell has what it starts in the background ignore interrupts, and so would all that the tests start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_ends_without_a_traceback(model, tmp_path):
     (tmp_path / "many.jsonl").write_text('{"prompt": "the cat"}\n' * 2000)
     asked = ["--prompts", str(tmp_path / "many.jsonl"), "--ignore-eos", "--max-tokens", "400"]
@@ -472,6 +481,7 @@ def test_interrupt_ends_without_a_traceback(model, tmp_path):
     assert process.returncode == 130 and b"Traceback" not in err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_interrupt_on_a_terminal_ends_the_answer_and_not_the_chat(model):
     ours, theirs = os.openpty()
     line = [sys.executable, "-m", "draftwise", "chat", "--model", model, "--ignore-eos", "--max-tokens", "400"]
