@@ -93,8 +93,11 @@ MUTATIONS = (
     Mutation(
         "warper skipped on the bonus row",
         "engine/step.py",
-        "made[node] = seq.distribution(logits_NV[node + 1], path)",
-        "made[node] = seq.distribution(logits_NV[node + 1], path) if node in draft.parents else logits_NV[node + 1].softmax(0)",
+        "return lambda node: warped(logits_NV[node + 1], [draft.tokens[above] for above in draft.path(node)])",
+        "raw = lambda row: Weights(row.softmax(0)) if seq.request.verify == 'match' else row.softmax(0)\n"
+        "    path = lambda node: [draft.tokens[above] for above in draft.path(node)]\n"
+        "    return lambda node: (warped(logits_NV[node + 1], path(node)) if node in draft.parents\n"
+        "                         else raw(logits_NV[node + 1]))",
     ),
     Mutation(
         "a draft's token dropped for its own probability",
