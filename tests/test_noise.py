@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftwise import kernels
 from draftwise.kernels import first_arrival, loader
-from draftwise.sampling import History, Noise, Purpose, _arrivals, _first_arrivals, _hashes, _key, distribution, warp
+from draftwise.sampling import History, Noise, Purpose, _arrivals, _first_arrivals, _hashes, _key, distribution, target_token
 from draftwise.types import Draft, Drawn, SamplingParams
 from draftwise.verify import verify
 from laws import deviation, joint
@@ -86,14 +87,32 @@ def test_the_compiled_draw_finds_what_torch_finds(library: Callable[[], CDLL | N
     assert first_arrival(weights.double(), None, 0, lib=lib) is None, "left to torch"
 
 
+@pytest.mark.parametrize("library", [pytest.param(loader.library, id="the best"), *OTHERS])
+def test_the_compiled_draw_from_logits_is_the_one_from_their_weights(library: Callable[[], CDLL | None]) -> None:
+    lib = library()
+    assert lib is not None
+    random_V = torch.Generator().manual_seed(0)
+    for trial in range(300):
+        logits_V = torch.randn((1, 3, 255, 256, 257, 5000)[trial % 6], generator=random_V) * (0.1, 3.0, 30.0)[trial % 3]
+        logits_V[torch.rand(len(logits_V), generator=random_V) < 0.2] = -math.inf
+        logits_V[trial % len(logits_V)] = 1.0
+        temperature = (0.3, 1.0, 2.0)[trial % 3]
+        weights = ((logits_V - logits_V.max()).double() / temperature).exp()
+        assert kernels.draw(logits_V, temperature, trial, lib=lib) == _arrivals(weights, trial, 1)[0][1]
+        assert kernels.draw(logits_V, 0.0, trial, lib=lib) == int(logits_V.argmax())
+    assert kernels.draw(torch.tensor([1.0, 3.0, 3.0]), 0.0, 0, lib=lib) == 1, "ties go to the lowest token"
+    for strange in ([math.nan, 0.0], [0.0, math.inf], [-math.inf, -math.inf]):
+        assert kernels.draw(torch.tensor(strange * 20), 1.0, 0, lib=lib) is None
+
+
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {}, {"temperature": 0}])
-def test_a_token_is_drawn_from_weights_as_from_the_distribution(params: dict) -> None:
+def test_the_target_token_is_drawn_from_the_distribution(params: dict) -> None:
     params = SamplingParams(**{"temperature": 0.8, **params})
     for seed in range(200):
         logits_V = torch.randn(50, generator=torch.Generator().manual_seed(seed)) * 2
         noise = Noise(seed, 3)
-        drawn = noise.target(warp(logits_V, params, History()), 1)
-        assert drawn == noise.target(distribution(logits_V, params, History()), 1)
+        token = target_token(logits_V, params, History(), noise, 1)
+        assert token == noise.target(distribution(logits_V, params, History()), 1)
 
 
 def test_the_target_token_is_the_argmax_of_log_p_plus_gumbel_noise() -> None:
@@ -159,8 +178,8 @@ def test_match_noise_is_keyed_by_position_and_all_other_noise_by_step() -> None:
     rows = [torch.tensor(P).roll(i) for i in range(4)]
     for row_V, position in itertools.product(rows, range(20)):
         assert len({Noise(1, root).target(row_V, position - root) for root in range(position + 1)}) == 1
-    for draw in (Noise.draw, Noise.draft):
-        assert len({draw(Noise(1, root), ROW, 20 - root) for root in range(20)}) > 1
+    for drawn in (Noise.draw, Noise.draft):
+        assert len({drawn(Noise(1, root), ROW, 20 - root) for root in range(20)}) > 1
     assert len({Noise(1, root).accept(0.5, 20 - root, 0) for root in range(20)}) == 2
 
 

@@ -137,7 +137,7 @@ class KVCache:
             assert len(tokens) == len(positions)
             spans.append(Span(feed.slot, start, len(tokens), state.length, len(state.parents)))
             trees.append(None if state.is_chain else self._tree(state, first))
-        tokens_N, positions_N, rows_N = self._indices([tokens, positions, rows])
+        tokens_N, positions_N, rows_N = self._indices([tokens, positions, rows]).unbind()
         return Batch(tokens_N, positions_N, rows_N, tuple(spans), tuple(trees))
 
     def stage(self, layer: int, batch: Batch, k_NHD: Tensor, v_NHD: Tensor) -> None:

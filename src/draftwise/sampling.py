@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwise.kernels import first_arrival
+from draftwise.kernels import draw, first_arrival
 from draftwise.types import SamplingParams, TokenLogprob
 
 
@@ -32,35 +32,52 @@ class History(NamedTuple):
         return not tokens or tail == tokens
 
 
-class Weights(NamedTuple):
-    """A distribution without its zeros: float32 weights, the likeliest 1, and the tokens they are of; None: all, in order."""
-
-    values: Tensor
-    tokens: Tensor | None = None
-
-
 def distribution(logits_V: Tensor, params: SamplingParams, history: History, *, end_tokens: Collection[int] = ()) -> Tensor:
-    """What `warp` leaves, in full: probabilities, float32 [V]. Raises ValueError as that does."""
-    values, tokens = warp(logits_V, params, history, end_tokens=end_tokens)
-    values = (values / values.sum(dtype=torch.float64)).float()
-    return values if tokens is None else torch.zeros_like(logits_V, dtype=torch.float32).scatter_(0, tokens, values)
-
-
-def warp(logits_V: Tensor, params: SamplingParams, history: History, *, end_tokens: Collection[int] = ()) -> Weights:
-    """What the next token is drawn from; plain and drafted rows both come through here.
+    """The distribution the next token is drawn from, float32 [V]; plain and drafted rows are warped alike.
 
     Order: repetition penalty (prompt and output), presence and frequency penalty (output), logit bias, bad words (which
     a prompt may begin), allowed tokens, mask hook, min_tokens (forbids `end_tokens` and stop tokens while the output is
     shorter); then temperature, top-k, top-p, min-p. Greedy is one-hot. Ties go to the lowest ids everywhere.
     Raises ValueError if no token is left, or if the logits hold NaN.
     """
-    logits_V = _processed(logits_V.float(), params, history, end_tokens)
+    values, tokens = _warped(_processed(logits_V, params, history, end_tokens), params)
+    values = (values / values.sum(dtype=torch.float64)).float()
+    return values if tokens is None else torch.zeros_like(logits_V, dtype=torch.float32).scatter_(0, tokens, values)
+
+
+def target_token(
+    logits_V: Tensor,
+    params: SamplingParams,
+    history: History,
+    noise: Noise,
+    depth: int,
+    *,
+    end_tokens: Collection[int] = (),
+) -> int:
+    """What `noise.target` draws from the distribution, but for how it is rounded; by the logits alone where they suffice.
+
+    Raises ValueError as `distribution` does.
+    """
+    logits_V, key = _processed(logits_V, params, history, end_tokens), noise.target_key(depth)
+    token = None if params.truncates else draw(logits_V, params.temperature, key)
+    return _first(*_warped(logits_V, params), key) if token is None else token
+
+
+class _Weights(NamedTuple):
+    """A distribution without its zeros: float32 weights, the likeliest 1, and the tokens they are of; None: all, in order."""
+
+    values: Tensor
+    tokens: Tensor | None
+
+
+def _warped(logits_V: Tensor, params: SamplingParams) -> _Weights:
+    """Temperature, top-k, top-p and min-p of processed logits."""
     best = _argmax(logits_V)
     top = logits_V[best].item()
     if not top > -math.inf:
         raise ValueError(_nothing_left(top, params))
     if params.temperature == 0:
-        return Weights(logits_V.new_ones(1), torch.tensor([best], device=logits_V.device))
+        return _Weights(logits_V.new_ones(1), torch.tensor([best], device=logits_V.device))
     if top == math.inf:  # a bias of infinity: nothing else can be drawn
         logits_V, top = torch.where(logits_V == math.inf, 0.0, -math.inf), 0.0
 
@@ -75,11 +92,13 @@ def warp(logits_V: Tensor, params: SamplingParams, history: History, *, end_toke
         values = values[nucleus]
     if params.min_p > 0:
         values = torch.where(values >= params.min_p, values, 0.0)
-    return Weights(values, tokens)
+    return _Weights(values, tokens)
 
 
 def _processed(logits_V: Tensor, params: SamplingParams, history: History, end_tokens: Collection[int]) -> Tensor:
-    """Logits after everything that edits single tokens; the argument itself when nothing does."""
+    """Logits in float32 after everything that edits single tokens; the argument itself when nothing does."""
+    if logits_V.dtype != torch.float32:
+        logits_V = logits_V.float()
     if not (params.looks_back or params.logit_bias or params.allowed_tokens is not None):
         return logits_V
     logits_V = logits_V.clone()
@@ -187,22 +206,21 @@ class Noise:
         self.seed = seed
         self.root = root
 
-    def target(self, row: Tensor | Weights, depth: int) -> int:
-        """The target's token from a row: argmax of log p plus Gumbel noise; depth 0 follows the last committed token."""
-        values, tokens = row if isinstance(row, Weights) else Weights(row)
-        if tokens is not None and len(tokens) == 1:
-            return int(tokens)
-        key = _key(self.seed, Purpose.TARGET, self.root + depth)
-        found = first_arrival(values, tokens, key)
-        return _arrivals(values, key, 1, tokens)[0][1] if found is None else found
+    def target_key(self, depth: int) -> int:
+        """Of the noise that the target's token is drawn with; depth 0 follows the last committed token."""
+        return _key(self.seed, Purpose.TARGET, self.root + depth)
+
+    def target(self, row_V: Tensor, depth: int) -> int:
+        """The target's token from `row_V`: argmax of log p plus Gumbel noise."""
+        return _first(row_V, None, self.target_key(depth))
 
     def match_top(self, q_V: Tensor, depth: int, count: int) -> list[int]:
         """The `count` likeliest to be `target`'s token at that depth, as q_V sees it: for drafts that share its noise."""
-        return _first_arrivals(q_V, _key(self.seed, Purpose.TARGET, self.root + depth), count)
+        return _first_arrivals(q_V, self.target_key(depth), count)
 
     def match_arrivals(self, q_V: Tensor, depth: int, count: int) -> list[tuple[float, int]]:
         """The tokens of `match_top` after the times of their arrival: the clearer the first one leads, the safer it is."""
-        return _arrivals(q_V, _key(self.seed, Purpose.TARGET, self.root + depth), count)
+        return _arrivals(q_V, self.target_key(depth), count)
 
     def accept(self, probability: float, depth: int, candidate: int) -> bool:
         """True with `probability` (1 and more: always; 0 or NaN: never), by a number of [0, 1) of this candidate's own."""
@@ -238,6 +256,14 @@ def token_logprobs(logits_V: Tensor, token: int, top: int) -> TokenLogprob:
         values, order = logprobs_V[ids].sort(descending=True, stable=True)
         best = list(zip(ids[order].tolist(), values.tolist(), strict=True))
     return TokenLogprob(token, logprobs_V[token].item(), tuple(best))
+
+
+def _first(weights: Tensor, tokens: Tensor | None, key: int) -> int:
+    """The first of `_arrivals`."""
+    if tokens is not None and len(tokens) == 1:
+        return int(tokens)
+    found = first_arrival(weights, tokens, key)
+    return _arrivals(weights, key, 1, tokens)[0][1] if found is None else found
 
 
 def _first_arrivals(weights_V: Tensor, key: int, count: int) -> list[int]:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from draftwise.sampling import History, Noise, Weights, choice_seed, distribution, warp
+from draftwise.sampling import History, Noise, choice_seed, distribution, target_token
 from draftwise.types import Decoder, Piece, Request, SamplingParams, Stats, TokenLogprob
 
 
@@ -71,9 +71,11 @@ class Sequence:
         """The warped distribution after the tokens so far and `path`, from a model's logits there: target's or draft's."""
         return distribution(logits_V, self.params, self._history(path), end_tokens=self._ending)
 
-    def weights(self, logits_V: Tensor, path: Seq[int] = ()) -> Weights:
-        """The same without zeros and not normalised: all that drawing a token takes."""
-        return warp(logits_V, self.params, self._history(path), end_tokens=self._ending)
+    def target_token(self, logits_V: Tensor, path: Seq[int] = ()) -> int:
+        """What `noise().target` draws from that distribution: the token after `path` that plain sampling gives."""
+        return target_token(
+            logits_V, self.params, self._history(path), self.noise(), len(path), end_tokens=self._ending
+        )
 
     def ranking(self, logits_V: Tensor, path: Seq[int] = ()) -> Tensor:
         """What a greedy request takes the largest of, as probabilities: for drafters that want a second choice too."""

@@ -97,6 +97,11 @@ class SamplingParams:
             or self.min_tokens
         )
 
+    @property
+    def truncates(self) -> bool:
+        """True when tokens are left out for being unlikely."""
+        return self.temperature > 0 and bool(self.top_k or self.top_p < 1 or self.min_p)
+
     def token_ids(self) -> Iterator[tuple[str, int]]:
         """Every token id named here with the parameter that names it, for a check against a vocabulary."""
         yield from (("logit_bias", token) for token in self.logit_bias)
@@ -208,6 +213,10 @@ class Draft:
             path.append(node)
             node = self.parents[node]
         return path[::-1]
+
+    def spelt(self, node: int) -> list[int]:
+        """The tokens of that path."""
+        return [self.tokens[above] for above in self.path(node)]
 
     def follow(self, text: Seq[int]) -> list[int]:
         """The nodes of the longest path that spells the beginning of `text`, root first."""

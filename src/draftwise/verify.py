@@ -62,19 +62,24 @@ def check_rule(rule: str, draft: Draft) -> None:
         only_children.add(source)
 
 
-def _match(draft: Draft, row: Callable[[int], Vector], noise: Randomness) -> Verdict:
-    """The target draws at each row as plain sampling would, and the draft is followed for as long as it agrees.
+def follow(draft: Draft, token: Callable[[int], int]) -> Verdict:
+    """`match`: follow the draft for as long as it agrees with token(node), what plain sampling says after `node`.
 
     Source: Daliri, Musco and Suresh 2024 (arXiv 2408.07978), for drafts that share the noise.
     """
     below = _below(draft)
-    node, depth = -1, 0
+    node = -1
     while True:
-        token = noise.target(row(node), depth)
-        agreeing = [child for child in below[node] if draft.tokens[child] == token]
+        said = token(node)
+        agreeing = [child for child in below[node] if draft.tokens[child] == said]
         if not agreeing:
-            return Verdict(draft.path(node), token)
-        node, depth = agreeing[0], depth + 1
+            return Verdict(draft.path(node), said)
+        node = agreeing[0]
+
+
+def _match(draft: Draft, row: Callable[[int], Vector], noise: Randomness) -> Verdict:
+    depth = {-1: 0} | dict(enumerate(draft.depths()))
+    return follow(draft, lambda node: noise.target(row(node), depth[node]))
 
 
 def _rejection(draft: Draft, row: Callable[[int], Vector], noise: Randomness) -> Verdict:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from draftwise.engine.passes import CostTable
+from draftwise.kernels import version
 from draftwise.models.base import Model
 from draftwise.types import Feed
 
@@ -53,7 +54,8 @@ def measure(
 def cost_table(model: Model, folder: Path, *, fingerprint: str, context: int = 256) -> CostTable:
     """t(n) of this model on this machine, measured on the first call and read from `folder` afterwards."""
     machine = [str(model.device), torch.__version__, torch.get_num_threads(), os.cpu_count(), _processor()]
-    what = [fingerprint, model.weights, sorted({kernel for kernel, *_ in model.row_report}), context, *machine]
+    kernels = [version(), *sorted({kernel for kernel, *_ in model.row_report})]
+    what = [fingerprint, model.weights, kernels, context, *machine]
     path = folder / f"{hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]}.json"
     try:
         kept = json.loads(path.read_text())

@@ -178,7 +178,9 @@ class Engine:
         if not picked:
             return {}
         final = hidden.final if len(picked) == first else hidden.final[picked]
-        logits = self.model.logits(final)[:, : self.vocab]
+        logits = self.model.logits(final)
+        if logits.shape[1] > self.vocab:
+            logits = logits[:, : self.vocab]
         return {identity: logits[share] for identity, share in shares.items()}
 
     def _finish(self, turn: Turn, draft: Draft, logits: Tensor | None, hidden: Hidden, rows: range) -> Event | None:

@@ -6,23 +6,24 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from draftwise.sampling import Weights, token_logprobs
+from draftwise.sampling import token_logprobs
 from draftwise.sequence import Sequence
 from draftwise.types import Draft, Verdict
-from draftwise.verify import verify
+from draftwise.verify import follow, verify
 
 
-def target_rows(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Callable[[int], Tensor | Weights]:
-    """row(node): what the target draws from after `node`, warped when asked for; a distribution in full where a rule needs it.
+def target_rows(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Callable[[int], Tensor]:
+    """row(node): the target's warped distribution after `node`, made when asked for.
 
     logits_NV: float32 [1 + len(draft), vocab]; row 0 follows the last committed token, row i + 1 node i.
     """
-    warped = seq.weights if seq.request.verify == "match" else seq.distribution
-    return lambda node: warped(logits_NV[node + 1], [draft.tokens[above] for above in draft.path(node)])
+    return lambda node: seq.distribution(logits_NV[node + 1], draft.spelt(node))
 
 
 def decide(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Verdict:
     """Accept or reject the draft by the request's rule. Nothing of the sequence changes."""
+    if seq.request.verify == "match":
+        return follow(draft, lambda node: seq.target_token(logits_NV[node + 1], draft.spelt(node)))
     return verify(draft, target_rows(logits_NV, seq, draft), seq.request.verify, seq.noise())
 
 

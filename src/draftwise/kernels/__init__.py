@@ -1,8 +1,8 @@
 """Hot code in C++, each piece beside its plain torch version in reference.py and held to it by a test."""
 
 from draftwise.kernels.decoder import Decoder, PackedAttention, PackedFeedForward, PackedLayer, unsupported
-from draftwise.kernels.draw import first_arrival
-from draftwise.kernels.loader import layout_key, library
+from draftwise.kernels.draw import draw, first_arrival
+from draftwise.kernels.loader import layout_key, library, version
 from draftwise.kernels.packed import Packed, matmul, pack_dense, pack_int, pack_int4, pack_int8
 from draftwise.kernels.store import PackedStore
 
@@ -14,6 +14,7 @@ __all__ = [
     "PackedLayer",
     "PackedStore",
     "available",
+    "draw",
     "first_arrival",
     "layout_key",
     "matmul",
@@ -22,6 +23,7 @@ __all__ = [
     "pack_int4",
     "pack_int8",
     "unsupported",
+    "version",
 ]
 
 

@@ -1,4 +1,4 @@
-"""Drawing a token from many, in one pass over their weights. Knows weights and keys; sampling.py has its plain version."""
+"""Drawing a token from many, in one pass over them. Knows weights, logits and keys; sampling.py has the plain version."""
 
 from __future__ import annotations
 
@@ -10,20 +10,35 @@ from torch import Tensor
 from draftwise.kernels.loader import loaded
 
 
-def first_arrival(weights: Tensor, tokens: Tensor | None, key: int, *, lib: ctypes.CDLL | None = None) -> int | None:
-    """The token that arrives first, as sampling.py defines it by `key`; None where no compiled kernel serves the weights.
+def draw(logits_V: Tensor, temperature: float, key: int, *, lib: ctypes.CDLL | None = None) -> int | None:
+    """The token that arrives first by weights exp(logit / temperature), the largest at temperature 0.
 
-    weights: float32, one of them positive. tokens: int64, what they are of; None: 0 and up. To the bit what torch finds.
+    None where no compiled kernel serves the logits, or they hold a NaN, an infinity, or nothing above minus infinity.
     """
-    lib = lib or loaded()
-    if lib is None or weights.dtype != torch.float32 or weights.device.type != "cpu" or not weights.is_contiguous():
+    served = _serving(logits_V, lib)
+    if served is None:
         return None
-    draw = lib.draftwise_first_arrival
-    draw.restype = ctypes.c_int64
-    pointer = None if tokens is None else tokens.data_ptr()
+    found: int = served.draftwise_draw(_address(logits_V), len(logits_V), ctypes.c_float(temperature), ctypes.c_uint64(key))
+    return found if found >= 0 else None
+
+
+def first_arrival(weights: Tensor, tokens: Tensor | None, key: int, *, lib: ctypes.CDLL | None = None) -> int | None:
+    """The token that arrives first; None where no compiled kernel serves the weights. To the bit what torch finds.
+
+    weights: float32, one of them positive. tokens: int64, what they are of; None: 0 and up.
+    """
+    served = _serving(weights, lib)
+    if served is None:
+        return None
     assert tokens is None or tokens.is_contiguous()
-    found: int = draw(
-        ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(pointer), ctypes.c_int64(len(weights)), ctypes.c_uint64(key)
-    )
+    found: int = served.draftwise_first_arrival(_address(weights), _address(tokens), len(weights), ctypes.c_uint64(key))
     assert found >= 0, "a draw from weights that are all zero"
     return found
+
+
+def _serving(values: Tensor, lib: ctypes.CDLL | None) -> ctypes.CDLL | None:
+    return (lib or loaded()) if values.is_cpu and values.dtype == torch.float32 and values.is_contiguous() else None
+
+
+def _address(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

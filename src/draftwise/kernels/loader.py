@@ -71,6 +71,12 @@ def loaded() -> ctypes.CDLL | None:
     return library() if library.cache_info().currsize else None
 
 
+def version() -> str:
+    """Names the kernels that `loaded` gives; empty where there are none."""
+    lib = loaded()
+    return "" if lib is None else Path(lib._name).stem
+
+
 def load(instruction_set: str) -> ctypes.CDLL:
     """Load the kernels for `instruction_set`, compiling them first where the cache has none. Raises BuildError."""
     compiler = _compiler()

@@ -54,15 +54,13 @@ class FusedLlama:
             dtype=kind.dtype,
         )
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
         """Run the packed rows, staging their keys and values. Taps as in types.Tap, in float32."""
         return self._decoder.forward(batch, cache, taps)
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's rows for final hidden states [n, C]: float32 [n, vocab_size], before any warping."""
-        return kernels.matmul(hidden.to(self.dtype), self._head.packed, torch.float32)
+        return kernels.matmul(hidden if hidden.dtype == self.dtype else hidden.to(self.dtype), self._head.packed, torch.float32)
 
     @torch.inference_mode()
     def embed(self, tokens_N: Tensor) -> Tensor:
