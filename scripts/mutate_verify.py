@@ -93,11 +93,15 @@ MUTATIONS = (
     Mutation(
         "warper skipped on the bonus row",
         "engine/step.py",
-        "return lambda node: warped(logits_NV[node + 1], [draft.tokens[above] for above in draft.path(node)])",
-        "raw = lambda row: Weights(row.softmax(0)) if seq.request.verify == 'match' else row.softmax(0)\n"
-        "    path = lambda node: [draft.tokens[above] for above in draft.path(node)]\n"
-        "    return lambda node: (warped(logits_NV[node + 1], path(node)) if node in draft.parents\n"
-        "                         else raw(logits_NV[node + 1]))",
+        "seq.distribution(*_at(node, logits_NV, draft))",
+        "seq.distribution(*_at(node, logits_NV, draft)) if node in draft.parents else logits_NV[node + 1].softmax(0)",
+    ),
+    Mutation(
+        "warper skipped on the bonus row of `match`",
+        "engine/step.py",
+        "seq.target_token(*_at(node, logits_NV, draft))",
+        "seq.target_token(*_at(node, logits_NV, draft)) if node in draft.parents else "
+        "seq.noise().target(logits_NV[node + 1].softmax(0), len(draft.path(node)))",
     ),
     Mutation(
         "a draft's token dropped for its own probability",

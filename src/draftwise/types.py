@@ -214,10 +214,6 @@ class Draft:
             node = self.parents[node]
         return path[::-1]
 
-    def spelt(self, node: int) -> list[int]:
-        """The tokens of that path."""
-        return [self.tokens[above] for above in self.path(node)]
-
     def follow(self, text: Seq[int]) -> list[int]:
         """The nodes of the longest path that spells the beginning of `text`, root first."""
         spelt = {-1: 0}  # tokens of `text` that the path down to a node spells

@@ -17,14 +17,19 @@ def target_rows(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Callable[[int
 
     logits_NV: float32 [1 + len(draft), vocab]; row 0 follows the last committed token, row i + 1 node i.
     """
-    return lambda node: seq.distribution(logits_NV[node + 1], draft.spelt(node))
+    return lambda node: seq.distribution(*_at(node, logits_NV, draft))
 
 
 def decide(logits_NV: Tensor, seq: Sequence, draft: Draft) -> Verdict:
     """Accept or reject the draft by the request's rule. Nothing of the sequence changes."""
     if seq.request.verify == "match":
-        return follow(draft, lambda node: seq.target_token(logits_NV[node + 1], draft.spelt(node)))
+        return follow(draft, lambda node: seq.target_token(*_at(node, logits_NV, draft)))
     return verify(draft, target_rows(logits_NV, seq, draft), seq.request.verify, seq.noise())
+
+
+def _at(node: int, logits_NV: Tensor, draft: Draft) -> tuple[Tensor, list[int]]:
+    """The row of logits after a node, and the drafted tokens before it."""
+    return logits_NV[node + 1], [draft.tokens[above] for above in draft.path(node)]
 
 
 def report_logprobs(logits_NV: Tensor, seq: Sequence, draft: Draft, verdict: Verdict, taken: int) -> None:
