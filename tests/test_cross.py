@@ -12,6 +12,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -319,19 +320,34 @@ def test_the_same_model_under_other_ids_is_always_accepted(sampling: str, method
         assert verify != "match" or result.tokens == expected
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("method", METHODS)
-def test_same_tokens_alone_and_in_a_ragged_batch(method: str, sampling: str) -> None:
+def grid() -> list[Any]:
+    """Every way to draft, to sample and to shape the drafts; by default two of the four shapes each, in turn."""
+    return [
+        pytest.param(
+            method,
+            sampling,
+            SHAPES[half::2],
+            marks=() if (m + s + half) % 2 else pytest.mark.lab,
+            id=f"{method}-{sampling}-{half}",
+        )
+        for m, method in enumerate(METHODS)
+        for s, sampling in enumerate(SAMPLING)
+        for half in range(2)
+    ]
+
+
+@pytest.mark.parametrize(("method", "sampling", "shapes"), grid())
+def test_same_tokens_alone_and_in_a_ragged_batch(method: str, sampling: str, shapes: list[Any]) -> None:
     params = SAMPLING[sampling]
     plain = plain_results(sampling)
     drafted = 0
-    for shape, draft_tokens in SHAPES:
+    for shape, draft_tokens in shapes:
         together = run(cross(method=method, **shape), RAGGED, draft_tokens=draft_tokens, **params)
         assert [result.tokens for result in together] == [result.tokens for result in plain]
         assert [result.finish_reason for result in together] == [result.finish_reason for result in plain]
         drafted += sum(result.stats.drafted for result in together)
-    assert drafted > 200
-    assert run(cross(method=method, **SHAPES[0][0]), [PROMPT], **params)[0].tokens == plain[0].tokens
+    assert drafted > 100
+    assert run(cross(method=method, **shapes[0][0]), [PROMPT], **params)[0].tokens == plain[0].tokens
 
 
 @functools.cache
