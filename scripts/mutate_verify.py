@@ -105,9 +105,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a draft's token dropped for its own probability",
-        "drafters/model.py",
-        "                chain.depth = len(chain.tokens)",
-        "                del chain.tokens[-1], chain.q[-1:]\n                chain.depth = len(chain.tokens)",
+        "drafters/growth.py",
+        "            return self.whole()\n",
+        "            own = [self._q[row][token] for row, token in zip(self._q_row, self.tokens)]\n"
+        "            return self.whole().only(range(len(self) - (own[-1] < 0.4)))\n",
     ),
 )
 
