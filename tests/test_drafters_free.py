@@ -23,7 +23,7 @@ from draftwise.drafters.keeping import KeptFile
 from draftwise.drafters.lookahead import TOKENS, LookaheadDrafter, Pool
 from draftwise.drafters.ngram import NgramDrafter
 from draftwise.drafters.none import NoDrafter
-from draftwise.drafters.recycling import RecyclingDrafter, Table, largest
+from draftwise.drafters.recycling import RecyclingDrafter, Table
 from draftwise.drafters.suffix import Memory, SuffixDrafter
 from draftwise.sequence import Sequence
 from draftwise.types import NO_DRAFT, Draft, Drawn, Limit, Outcome, Request, SamplingParams
@@ -447,16 +447,6 @@ def test_a_drafter_at_work_writes_now_and_then(tmp_path, monkeypatch):
 
 
 # recycling
-
-
-def test_the_largest_are_those_of_topk():
-    generator = torch.Generator().manual_seed(0)
-    for rows, vocab in ((1, 24), (3, 511), (4, 512), (2, 1000), (9, 5003)):
-        logits = torch.randn(rows, vocab, generator=generator)
-        for count in (1, 5, 8):
-            values, ids = largest(logits, count)
-            expected = logits.topk(count)
-            assert torch.equal(values, expected.values) and torch.equal(ids, expected.indices)
 
 
 def rows(*best: tuple[int, ...]) -> torch.Tensor:

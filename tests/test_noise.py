@@ -12,8 +12,20 @@ import torch
 from torch import Tensor
 
 from draftwise import kernels
-from draftwise.kernels import first_arrival, loader
-from draftwise.sampling import History, Noise, Purpose, _arrivals, _first_arrivals, _hashes, _key, distribution, target_token
+from draftwise.kernels import loader
+from draftwise.sampling import (
+    History,
+    Noise,
+    Purpose,
+    _arrivals,
+    _first_arrivals,
+    _hashes,
+    _key,
+    distribution,
+    likeliest,
+    shared_arrivals,
+    target_token,
+)
 from draftwise.types import Draft, Drawn, SamplingParams
 from draftwise.verify import verify
 from laws import deviation, joint
@@ -81,10 +93,15 @@ def test_the_compiled_draw_finds_what_torch_finds(library: Callable[[], CDLL | N
         weights[torch.rand(vocab, generator=random_V) < 0.2] = 0.0
         weights[trial % vocab] = 1.0
         tokens = torch.randperm(70_000, generator=random_V)[:vocab]
-        for ids in (None, tokens):
-            assert first_arrival(weights, ids, trial, lib=lib) == _arrivals(weights, trial, 1, ids)[0][1]
-    assert first_arrival(torch.ones(4), torch.tensor([9, 5, 5, 9]), 1, lib=lib) in (5, 9)
-    assert first_arrival(weights.double(), None, 0, lib=lib) is None, "left to torch"
+        for ids, count in itertools.product((None, tokens), (1, 2, 7, 300)):
+            found, expected = kernels.arrivals(weights, ids, trial, count, lib=lib), _arrivals(weights, trial, count, ids)
+            assert found is not None
+            assert [token for _, token in found] == [token for _, token in expected]
+            if len(expected) > 1:
+                assert [time for time, _ in found] == pytest.approx([time for time, _ in expected], rel=1e-12)
+    ((_, twin),) = kernels.arrivals(torch.ones(4), torch.tensor([9, 5, 5, 9]), 1, lib=lib) or [(0.0, -1)]
+    assert twin in (5, 9)
+    assert kernels.arrivals(weights.double(), None, 0, lib=lib) is None, "left to torch"
 
 
 @pytest.mark.parametrize("library", [pytest.param(loader.library, id="the best"), *OTHERS])
@@ -98,11 +115,63 @@ def test_the_compiled_draw_from_logits_is_the_one_from_their_weights(library: Ca
         logits_V[trial % len(logits_V)] = 1.0
         temperature = (0.3, 1.0, 2.0)[trial % 3]
         weights = ((logits_V - logits_V.max()).double() / temperature).exp()
-        assert kernels.draw(logits_V, temperature, trial, lib=lib) == _arrivals(weights, trial, 1)[0][1]
-        assert kernels.draw(logits_V, 0.0, trial, lib=lib) == int(logits_V.argmax())
-    assert kernels.draw(torch.tensor([1.0, 3.0, 3.0]), 0.0, 0, lib=lib) == 1, "ties go to the lowest token"
+        for count in (1, 5):
+            found = kernels.draw(logits_V, temperature, trial, count, lib=lib)
+            assert found is not None
+            assert [token for _, token in found] == [token for _, token in _arrivals(weights, trial, count)]
+        assert kernels.draw(logits_V, 0.0, trial, 3, lib=lib) == [(0.0, int(logits_V.argmax()))]
+    assert kernels.draw(torch.tensor([1.0, 3.0, 3.0]), 0.0, 0, lib=lib) == [(0.0, 1)], "ties go to the lowest token"
     for strange in ([math.nan, 0.0], [0.0, math.inf], [-math.inf, -math.inf]):
         assert kernels.draw(torch.tensor(strange * 20), 1.0, 0, lib=lib) is None
+
+
+@pytest.mark.parametrize("library", [pytest.param(loader.library, id="the best"), *OTHERS])
+def test_the_compiled_largest_are_those_of_a_sort(library: Callable[[], CDLL | None]) -> None:
+    """Random, tied, rising logits and some that are forbidden; then the sums, which chances are taken by."""
+    lib = library()
+    assert lib is not None
+    random_NV = torch.Generator().manual_seed(0)
+    for trial in range(60):
+        vocab = (1, 3, 255, 256, 257, 5000)[trial % 6]
+        logits_NV = torch.randn(3, vocab, generator=random_NV) * 4
+        if trial % 4 == 1:
+            logits_NV = logits_NV.round()
+        if trial % 4 == 2:
+            logits_NV = logits_NV.sort(-1).values
+        logits_NV[:, 1:][torch.rand(3, vocab - 1, generator=random_NV) < 0.2] = -math.inf
+        for count in (1, 4, 300):
+            values, ids = kernels.largest(logits_NV, count, lib=lib)
+            order = logits_NV.sort(dim=-1, descending=True, stable=True)
+            assert values.equal(order.values[:, :count])
+            assert ids.equal(order.indices[:, :count])
+            chances, tokens = kernels.likeliest(logits_NV[0], count, lib=lib)
+            assert tokens.equal(ids[0])
+            assert chances.numpy() == pytest.approx(logits_NV[0].double().softmax(0)[tokens].numpy(), rel=1e-5)
+    odd = torch.tensor([[1.0, math.inf, 0.0]])
+    assert kernels.largest(odd, 1, lib=lib)[1].tolist() == [[1]], "left to torch"
+
+
+def test_a_draft_that_shares_the_noise_looks_for_the_target_token() -> None:
+    """With the target's own logits its first guess is the target's token, whatever truncates, but for the far tail."""
+    history = History((), (3,))
+    for params in ({}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05, "frequency_penalty": 0.5}, {"temperature": 0}):
+        params = SamplingParams(**{"temperature": 0.8, **params})
+        for seed in range(60):
+            logits_V = torch.randn(700, generator=torch.Generator().manual_seed(seed)) * 3
+            noise = Noise(seed, 3)
+            arrivals = shared_arrivals(logits_V, params, history, noise, 1, 4)
+            assert arrivals[0][1] == target_token(logits_V, params, history, noise, 1)
+            assert arrivals == sorted(arrivals)
+
+
+def test_the_likeliest_come_with_their_probabilities() -> None:
+    params = SamplingParams(logit_bias={0: 5.0}, bad_words=((2,),))
+    tokens, chances = likeliest(torch.tensor([0.0, 1.0, 9.0, 3.0]), params, History(), 4)
+    expected_V = torch.tensor([5.0, 1.0, -math.inf, 3.0]).softmax(0)
+    assert tokens == [0, 3, 1]
+    assert chances == pytest.approx(expected_V[tokens].tolist(), rel=1e-5)
+    with pytest.raises(ValueError, match="no token can follow"):
+        likeliest(torch.full((3,), -math.inf), params, History(), 2)
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {}, {"temperature": 0}])

@@ -16,8 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftwise.kernels import draw, first_arrival
+import draftwise.kernels as kernels
 from draftwise.types import SamplingParams, TokenLogprob
+
+CANDIDATES = 256
+"""Tokens among which drafts that share the noise look for the one that top-k, top-p and min-p leave."""
 
 
 class History(NamedTuple):
@@ -59,8 +62,50 @@ def target_token(
     Raises ValueError as `distribution` does.
     """
     logits_V, key = _processed(logits_V, params, history, end_tokens), noise.target_key(depth)
-    token = None if params.truncates else draw(logits_V, params.temperature, key)
-    return _first(*_warped(logits_V, params), key) if token is None else token
+    found = None if params.truncates else kernels.draw(logits_V, params.temperature, key)
+    return _earliest(*_warped(logits_V, params), key, 1)[0][1] if found is None else found[0][1]
+
+
+def shared_arrivals(
+    logits_V: Tensor,
+    params: SamplingParams,
+    history: History,
+    noise: Noise,
+    depth: int,
+    count: int,
+    *,
+    end_tokens: Collection[int] = (),
+) -> list[tuple[float, int]]:
+    """Times and tokens of the likeliest to be `target_token` at that depth, as a draft's logits see it, the earliest first.
+
+    A guess, so what truncates looks at the `CANDIDATES` likeliest alone. Raises ValueError as `distribution` does.
+    """
+    logits_V, key = _processed(logits_V, params, history, end_tokens), noise.target_key(depth)
+    if not params.truncates:
+        found = kernels.draw(logits_V, params.temperature, key, count)
+        return _earliest(*_warped(logits_V, params), key, count) if found is None else found
+    (values,), (ids,) = kernels.largest(logits_V[None], CANDIDATES)
+    weights = _warped(values, params)
+    return _earliest(weights.values, ids if weights.tokens is None else ids[weights.tokens], key, count)
+
+
+def likeliest(
+    logits_V: Tensor, params: SamplingParams, history: History, count: int, *, end_tokens: Collection[int] = ()
+) -> tuple[list[int], list[float]]:
+    """The `count` likeliest tokens and their probabilities after all that edits single tokens, at temperature 1.
+
+    What a greedy request takes the largest of, for drafters that want a second choice too. Raises ValueError as
+    `distribution` does.
+    """
+    logits_V = _processed(logits_V, params, history, end_tokens)
+    top = logits_V[_argmax(logits_V)].item()
+    if not top > -math.inf:
+        raise ValueError(_nothing_left(top, params))
+    if top == math.inf:
+        return [_argmax(logits_V)], [1.0]
+    chances, ids = kernels.likeliest(logits_V, count)
+    rows = [(token, chance) for token, chance in zip(ids.tolist(), chances.tolist(), strict=True) if chance > 0]
+    return [token for token, _ in rows], [chance for _, chance in rows]
 
 
 class _Weights(NamedTuple):
@@ -142,16 +187,6 @@ def _nothing_left(top: float, params: SamplingParams) -> str:
     return f"no token can follow: {', '.join(active) or 'the logits'} forbid all of them; loosen what forbids too much"
 
 
-def likeliest(weights_V: Tensor, count: int) -> list[int]:
-    """The `count` tokens of the largest weights above 0, largest first; among equal ones the lowest ids."""
-    values, ids = weights_V.topk(min(count + 1, len(weights_V)))
-    if len(values) > count and values[count - 1] == values[count]:  # a tie at the edge: topk takes any of them
-        ids = _largest(weights_V, count)
-        values = weights_V[ids]
-    rows = sorted(zip((-values).tolist(), ids.tolist(), strict=True))
-    return [token for value, token in rows[:count] if value < 0]
-
-
 def _argmax(values_V: Tensor) -> int:
     """The lowest id of the largest value, or of a NaN."""
     on_cpu = values_V.device.type == "cpu"  # where numpy is ten times as fast as torch
@@ -212,15 +247,11 @@ class Noise:
 
     def target(self, row_V: Tensor, depth: int) -> int:
         """The target's token from `row_V`: argmax of log p plus Gumbel noise."""
-        return _first(row_V, None, self.target_key(depth))
+        return _earliest(row_V, None, self.target_key(depth), 1)[0][1]
 
     def match_top(self, q_V: Tensor, depth: int, count: int) -> list[int]:
         """The `count` likeliest to be `target`'s token at that depth, as q_V sees it: for drafts that share its noise."""
         return _first_arrivals(q_V, self.target_key(depth), count)
-
-    def match_arrivals(self, q_V: Tensor, depth: int, count: int) -> list[tuple[float, int]]:
-        """The tokens of `match_top` after the times of their arrival: the clearer the first one leads, the safer it is."""
-        return _arrivals(q_V, self.target_key(depth), count)
 
     def accept(self, probability: float, depth: int, candidate: int) -> bool:
         """True with `probability` (1 and more: always; 0 or NaN: never), by a number of [0, 1) of this candidate's own."""
@@ -258,17 +289,17 @@ def token_logprobs(logits_V: Tensor, token: int, top: int) -> TokenLogprob:
     return TokenLogprob(token, logprobs_V[token].item(), tuple(best))
 
 
-def _first(weights: Tensor, tokens: Tensor | None, key: int) -> int:
-    """The first of `_arrivals`."""
-    if tokens is not None and len(tokens) == 1:
-        return int(tokens)
-    found = first_arrival(weights, tokens, key)
-    return _arrivals(weights, key, 1, tokens)[0][1] if found is None else found
-
-
 def _first_arrivals(weights_V: Tensor, key: int, count: int) -> list[int]:
     """The `count` tokens of positive weight that arrive first, in order, when token v arrives at rate weights_V[v]."""
-    return [token for _, token in _arrivals(weights_V, key, count)]
+    return [token for _, token in _earliest(weights_V, None, key, count)]
+
+
+def _earliest(weights: Tensor, tokens: Tensor | None, key: int, count: int) -> list[tuple[float, int]]:
+    """What `_arrivals` gives, compiled where it can be."""
+    if tokens is not None and len(tokens) == 1:
+        return [(0.0, int(tokens))]
+    found = kernels.arrivals(weights, tokens, key, count)
+    return _arrivals(weights, key, count, tokens) if found is None else found
 
 
 def _arrivals(weights_V: Tensor, key: int, count: int, tokens: Tensor | None = None) -> list[tuple[float, int]]:

@@ -6,13 +6,11 @@ Only `Sequence.extend` grows tokens, and it alone decides the end: end and stop 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence as Seq
-from dataclasses import replace
-from functools import cached_property
 
 from torch import Tensor
 
-from draftwise.sampling import History, Noise, choice_seed, distribution, target_token
-from draftwise.types import Decoder, Piece, Request, SamplingParams, Stats, TokenLogprob
+from draftwise.sampling import History, Noise, choice_seed, distribution, likeliest, shared_arrivals, target_token
+from draftwise.types import Decoder, Piece, Request, Stats, TokenLogprob
 
 
 class Sequence:
@@ -77,16 +75,18 @@ class Sequence:
             logits_V, self.params, self._history(path), self.noise(), len(path), end_tokens=self._ending
         )
 
-    def ranking(self, logits_V: Tensor, path: Seq[int] = ()) -> Tensor:
-        """What a greedy request takes the largest of, as probabilities: for drafters that want a second choice too."""
-        return distribution(logits_V, self._untruncated, self._history(path), end_tokens=self._ending)
+    def shared_arrivals(self, logits_V: Tensor, path: Seq[int], count: int) -> list[tuple[float, int]]:
+        """Times and tokens of the likeliest to be `target_token` after `path`, by a draft's logits, the earliest first."""
+        return shared_arrivals(
+            logits_V, self.params, self._history(path), self.noise(), len(path), count, end_tokens=self._ending
+        )
+
+    def likeliest(self, logits_V: Tensor, path: Seq[int], count: int) -> tuple[list[int], list[float]]:
+        """The tokens that a greedy request would take first, and their probabilities, by a draft's logits."""
+        return likeliest(logits_V, self.params, self._history(path), count, end_tokens=self._ending)
 
     def _history(self, path: Seq[int]) -> History:
         return History(self.request.prompt, [*self.output, *path]) if self.params.looks_back else History()
-
-    @cached_property
-    def _untruncated(self) -> SamplingParams:
-        return replace(self.params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
     def extend(self, tokens: Seq[int], *, drafted: int = 0) -> tuple[int, tuple[Piece, ...]]:
         """Append tokens up to the request's end; the first `drafted` of them were drafted and accepted.

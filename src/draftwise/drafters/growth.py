@@ -17,7 +17,7 @@ from torch import Tensor
 
 from draftwise.drafters.averages import Rates, level
 from draftwise.drafters.shapes import Place, Shape, best_counts
-from draftwise.sampling import likeliest
+from draftwise.kernels import largest
 from draftwise.sequence import Sequence
 from draftwise.types import NO_DRAFT, Draft, Drawn, Limit
 
@@ -54,16 +54,19 @@ def guess(
     `draws` says. `parent` and `drafter` key the draws: no two parents of a step may share both.
     """
     noise, depth, how = seq.noise(), len(path), manner(seq, draws)
-    q_V = seq.ranking(logits_V, path) if seq.params.temperature == 0 else seq.distribution(logits_V, path)
-    if how is Drawn.CHOSEN:
-        tokens = likeliest(q_V, count)
-        return Guesses(tokens, q_V[tokens].tolist(), how)
+    if seq.params.temperature == 0:
+        return Guesses(*seq.likeliest(logits_V, path, count), how)
     if how is Drawn.SHARED_NOISE:
         # an arrival much earlier than the others stays the first under a target that differs a little
-        arrivals = noise.match_arrivals(q_V, depth, max(count + 1, 4))
+        arrivals = seq.shared_arrivals(logits_V, path, max(count + 1, 4))
         speeds = [1 / max(time, 1e-30) for time, _ in arrivals]
         total = sum(speeds)
         return Guesses([token for _, token in arrivals[:count]], [speed / total for speed in speeds[:count]], how)
+    q_V = seq.distribution(logits_V, path)
+    if how is Drawn.CHOSEN:
+        (chances,), (ids,) = largest(q_V[None], count)
+        kept = int((chances > 0).sum())
+        return Guesses(ids[:kept].tolist(), chances[:kept].tolist(), how)
     if count == 1:
         tokens, how = [noise.draft(q_V, depth, parent=parent, drafter=drafter)], Drawn.CHAIN
     elif draws == "with":

@@ -67,21 +67,26 @@ class Choice:
 
 @dataclass(slots=True)
 class _Use:
-    """A request's use of a drafter: the steps since it was asked, and whether its last draft began right."""
+    """A request's use of a drafter: the steps since it was asked, and whether its last draft began right.
+
+    vain: the drafts that a free one made since the last that was verified, or that began right and could be trimmed.
+    """
 
     idle: int = 0
     curious: bool = False
+    vain: int = 0
 
 
 class Governor:
     """Chooses drafters and sizes request by request, and learns from what came of them.
 
     A drafter that does not pay is tried now and then, since only that tells when it would: for `PROBE_SHARE` of the time
-    at most. Free drafts are judged by the emitted tokens, verified or not. A new request starts from what earlier ones
-    taught.
+    at most. Free drafts are judged by the emitted tokens, verified or not, and asked for less and less often while they come
+    in vain. A new request starts from what earlier ones taught.
     """
 
     PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
+    VAIN, LONGEST = 4, 12  # so many free drafts in vain lengthen the pause before the next by a step; steps of it at most
     MODEST = 0.3  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
@@ -97,7 +102,7 @@ class Governor:
     def plan(self, place: int, drafter: Drafter, choices: Seq[Choice], load: Load) -> list[Limit]:
         """What to ask of a drafter; depth 0 where nothing. Reads drafts that were made, never one to be made."""
         if drafter.free:
-            return self._invite(drafter, choices, load)
+            return self._invite(place, drafter, choices, load)
         worth, price = self._worth(load), self._price(load)
         seconds = drafter.seconds_per_depth(len(choices))
         limits = [choice.left(drafter) for choice in choices]
@@ -130,13 +135,19 @@ class Governor:
             for choice, limit, depth in zip(choices, limits, depths, strict=True)
         ]
 
-    def _invite(self, drafter: Drafter, choices: Seq[Choice], load: Load) -> list[Limit]:
+    def _invite(self, place: int, drafter: Drafter, choices: Seq[Choice], load: Load) -> list[Limit]:
         """What a free drafter may offer: all that may turn out to be worth its row."""
         least = self.MODEST * self._price(load)
-        limits = [choice.left(drafter) for choice in choices]
-        return [
-            limit._replace(node_price=least) if choice.auto else limit for choice, limit in zip(choices, limits, strict=True)
-        ]
+        limits = []
+        for choice in choices:
+            limit = choice.left(drafter)
+            if choice.auto:
+                use = self._use(place, choice.seq)
+                use.idle += 1
+                pausing = use.idle <= min(use.vain // self.VAIN, self.LONGEST)
+                limit = limit._replace(depth=0) if pausing else limit._replace(node_price=least)
+            limits.append(limit)
+        return limits
 
     def _bid(self, place: int, choice: Choice, depth: int, cost: Callable[[float], float], extra: float) -> _Bid:
         """What a request gains by each depth of a drafter over the drafts that it has, in tokens; cost(rows) likewise."""
@@ -232,7 +243,7 @@ class Governor:
         for place, draft in choice.drafts.items():
             chances, whole = choice.chances[place], draft.survival is None
             optional = whole and choice.auto and place not in choice.asked and not weighed(draft, rule)
-            if not optional or sum(chances) > self._price(load) * len(draft):
+            if not optional or sum(chances) > self._row_cost(load, self._worth(load))(len(draft)):
                 offers.append(Offer(draft.surviving(chances), whole))
         return merge(offers, rule)
 
@@ -242,7 +253,11 @@ class Governor:
         """Take in what came of a request's drafts, and of those that were not verified what would have come."""
         for place, draft in choice.drafts.items():
             asked = choice.asked[place].depth if place in choice.asked else None
-            self._use(place, choice.seq).curious = self._experience.learn(place, choice.seq, draft, verified, asked, emitted)
+            use = self._use(place, choice.seq)
+            use.curious = self._experience.learn(place, choice.seq, draft, verified, asked, emitted)
+            if asked is None:
+                of_use = len(verified) > 0 or (use.curious and draft.survival is not None)
+                use.idle, use.vain = 0, 0 if of_use else use.vain + 1
 
     def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float) -> None:
         """Take in a pass of decoding requests alone; `drafting`: the seconds that its drafts should have taken."""

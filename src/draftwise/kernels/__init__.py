@@ -1,7 +1,7 @@
 """Hot code in C++, each piece beside its plain torch version in reference.py and held to it by a test."""
 
 from draftwise.kernels.decoder import Decoder, PackedAttention, PackedFeedForward, PackedLayer, unsupported
-from draftwise.kernels.draw import draw, first_arrival
+from draftwise.kernels.draw import arrivals, draw, largest, likeliest
 from draftwise.kernels.loader import layout_key, library, version
 from draftwise.kernels.packed import Packed, matmul, pack_dense, pack_int, pack_int4, pack_int8
 from draftwise.kernels.store import PackedStore
@@ -13,10 +13,12 @@ __all__ = [
     "PackedFeedForward",
     "PackedLayer",
     "PackedStore",
+    "arrivals",
     "available",
     "draw",
-    "first_arrival",
+    "largest",
     "layout_key",
+    "likeliest",
     "matmul",
     "pack_dense",
     "pack_int",

@@ -20,10 +20,12 @@ inline uint64_t hashed(uint64_t key, uint64_t id) {
   return z ^ z >> 31;
 }
 
-// The earliest arrival so far; equal times go to the lowest token.
-class First {
+// The earliest arrivals so far, in order; of equal times the lowest token is first.
+class Arrivals {
  public:
-  explicit First(uint64_t key) : key_(key) {}
+  // `times` and `tokens` have room for `most`.
+  Arrivals(uint64_t key, int64_t most, double* times, int64_t* tokens)
+      : key_(key), most_(most), times_(times), tokens_(tokens) {}
 
   // At most kBlock tokens; token(i) is the one that weight[i] is of.
   template <class Token>
@@ -39,60 +41,118 @@ class First {
     for (int i = 0; i < size; ++i) {
       if (!(bound[i] <= latest_ && weight[i] > 0)) continue;
       const double w = (double(z[i] >> 12) + 0.5) * 0x1p-52;
-      const double time = -std::log1p(-w) / double(weight[i]);
-      if (time < time_ || (time == time_ && token(i) < token_)) {
-        time_ = time, token_ = token(i);
-        latest_ = float(time) * (1 + 1e-6f);
-      }
+      take(-std::log1p(-w) / double(weight[i]), token(i));
     }
   }
 
-  int64_t token() const { return token_; }
+  int64_t count() const { return count_; }
 
  private:
+  void take(double time, int64_t token) {
+    const auto before = [&](int64_t i) { return times_[i] < time || (times_[i] == time && tokens_[i] < token); };
+    if (count_ == most_ && before(most_ - 1)) return;
+    int64_t at = std::min(count_, most_ - 1);
+    for (; at > 0 && !before(at - 1); --at) times_[at] = times_[at - 1], tokens_[at] = tokens_[at - 1];
+    times_[at] = time, tokens_[at] = token;
+    count_ = std::min(count_ + 1, most_);
+    if (count_ == most_) latest_ = float(times_[most_ - 1]) * (1 + 1e-6f);
+  }
+
   uint64_t key_;
-  double time_ = std::numeric_limits<double>::infinity();
-  int64_t token_ = -1;
+  int64_t most_, count_ = 0;
+  double* times_;
+  int64_t* tokens_;
   float latest_ = std::numeric_limits<float>::infinity();  // no later than this may a time's lower bound be
 };
 
+// The largest of some logits; a NaN where that has no meaning: among them a NaN, an infinity, or nothing above minus infinity.
+float highest(const float* logits, int64_t count) {
+  int strange = 0;
+  for (int64_t i = 0; i < count; ++i) strange |= !(logits[i] <= FLT_MAX);
+  const int64_t whole = count / 16 * 16;
+  F most = splat(-std::numeric_limits<float>::infinity());
+  for (int64_t i = 0; i < whole; i += 16) most = max(most, load(logits + i));
+  float top = largest(most);
+  for (int64_t i = whole; i < count; ++i) top = std::max(top, logits[i]);
+  return strange || !(top >= -FLT_MAX) ? std::numeric_limits<float>::quiet_NaN() : top;
+}
+
+// weight[i] = exp((logits[i] - top) / temperature) for a whole block; above `size` they are those of `top`.
+void weigh(const float* logits, int size, float top, float temperature, float* weight) {
+  std::copy(logits, logits + size, weight);
+  std::fill(weight + size, weight + kBlock, top);
+  for (int i = 0; i < size; i += 16) store(weight + i, exp((load(weight + i) - splat(top)) / splat(temperature)));
+}
+
 }  // namespace
 
-// `tokens`: what the weights are of; null for 0 .. count - 1. -1 where nothing weighs.
-extern "C" int64_t draftwise_first_arrival(const float* weights, const int64_t* tokens, int64_t count, uint64_t key) {
-  First first(key);
+// The first arrivals, `most` of them at most, and how many there are. `tokens`: what the weights are of; null for
+// 0 .. count - 1.
+extern "C" int64_t draftwise_arrivals(const float* weights, const int64_t* tokens, int64_t count, uint64_t key, int64_t most,
+                                      double* times, int64_t* found) {
+  Arrivals arrivals(key, most, times, found);
   for (int64_t start = 0; start < count; start += kBlock) {
     const int size = int(std::min<int64_t>(kBlock, count - start));
     if (tokens)
-      first.meet(weights + start, size, [=](int i) { return tokens[start + i]; });
+      arrivals.meet(weights + start, size, [=](int i) { return tokens[start + i]; });
     else
-      first.meet(weights + start, size, [=](int i) { return start + i; });
+      arrivals.meet(weights + start, size, [=](int i) { return start + i; });
   }
-  return first.token();
+  return arrivals.count();
 }
 
-// From logits: the largest at temperature 0, else the first arrival by weights exp((logit - largest) / temperature).
-// -1 where that has no meaning: a NaN, an infinity, nothing above minus infinity.
-extern "C" int64_t draftwise_draw(const float* logits, int64_t count, float temperature, uint64_t key) {
-  int strange = 0;
-  for (int64_t i = 0; i < count; ++i) strange |= !(logits[i] <= FLT_MAX);
-  if (strange) return -1;
-  const int64_t whole = count / 16 * 16;
-  F highest = splat(-std::numeric_limits<float>::infinity());
-  for (int64_t i = 0; i < whole; i += 16) highest = max(highest, load(logits + i));
-  float top = largest(highest);
-  for (int64_t i = whole; i < count; ++i) top = std::max(top, logits[i]);
-  if (!(top >= -FLT_MAX)) return -1;
-  if (temperature == 0) return std::find(logits, logits + count, top) - logits;
-
-  First first(key);
+// The same by weights exp((logit - largest) / temperature), at temperature 0 the largest alone. -1 where that has no meaning.
+extern "C" int64_t draftwise_draw(const float* logits, int64_t count, float temperature, uint64_t key, int64_t most,
+                                  double* times, int64_t* found) {
+  const float top = highest(logits, count);
+  if (!(top == top)) return -1;
+  if (temperature == 0) {
+    times[0] = 0, found[0] = std::find(logits, logits + count, top) - logits;
+    return 1;
+  }
+  Arrivals arrivals(key, most, times, found);
+  float weight[kBlock];
   for (int64_t start = 0; start < count; start += kBlock) {
     const int size = int(std::min<int64_t>(kBlock, count - start));
-    float weight[kBlock];
-    std::copy(logits + start, logits + start + size, weight);
-    std::fill(weight + size, weight + kBlock, top);
-    for (int i = 0; i < size; i += 16) store(weight + i, exp((load(weight + i) - splat(top)) / splat(temperature)));
-    first.meet(weight, size, [=](int i) { return start + i; });
+    weigh(logits + start, size, top, temperature, weight);
+    arrivals.meet(weight, size, [=](int i) { return start + i; });
   }
-  return first.token();
+  return arrivals.count();
+}
+
+// Per row the `most` largest logits, largest first, of equal ones the lowest first; `most` is at most `count`. mass[row]: the
+// sum of exp(logit - largest) over the row, unless mass is null. Returns 0 where a row has no meaning.
+extern "C" int64_t draftwise_largest(const float* logits, int64_t rows, int64_t count, int64_t most, float* values,
+                                     int64_t* found, double* mass) {
+  for (int64_t row = 0; row < rows; ++row, logits += count, values += most, found += most) {
+    const float top = highest(logits, count);
+    if (!(top == top)) return 0;
+    int64_t held = 0;
+    float weight[kBlock];
+    double mass_of_row = 0;
+    for (int64_t start = 0; start < count; start += kBlock) {
+      const int size = int(std::min<int64_t>(kBlock, count - start));
+      if (mass) {
+        weigh(logits + start, size, top, 1.0f, weight);
+        std::fill(weight + size, weight + kBlock, 0.0f);
+        F part = zero();
+        for (int i = 0; i < kBlock; i += 16) part = part + load(weight + i);
+        mass_of_row += sum(part);
+      }
+      const float least = held == most ? values[most - 1] : -std::numeric_limits<float>::infinity();
+      int near = held < most;
+      for (int i = 0; i < size; ++i) near |= logits[start + i] > least;
+      if (!near) continue;
+      for (int i = 0; i < size; ++i) {
+        const float value = logits[start + i];
+        if (held == most && !(value > values[most - 1])) continue;
+        int64_t at = std::min(held, most - 1);
+        for (; at > 0 && values[at - 1] < value; --at) values[at] = values[at - 1], found[at] = found[at - 1];
+        values[at] = value, found[at] = start + i;
+        held = std::min(held + 1, most);
+      }
+    }
+    if (mass) mass[row] = mass_of_row;
+  }
+  return 1;
 }
