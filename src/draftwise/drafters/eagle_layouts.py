@@ -5,16 +5,15 @@ A draft that leaves here brings what ours borrow: the head, the embedding. What 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import nn
 
 from draftwise.drafters.base import Target
 from draftwise.drafters.eagle_files import read_eagle, write_eagle
 from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
 from draftwise.drafters.eagle_speculators import to_speculators
+from draftwise.drafters.trained import write_draft
 from draftwise.types import Tap
 
 LAYOUTS = ("draftwise", "eagle", "speculators")
@@ -43,9 +42,7 @@ def write_layout(
                 "train it with -o taps=N,N,N"
             )
         config, tensors = to_speculators(with_head(network, target), target, verifier, draft_tokens)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_draft(folder, tensors, config)
     else:
         raise ValueError(f"layout is {layout!r}; it must be one of: {', '.join(LAYOUTS)}")
 
