@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import draftwise.kernels as kernels
 from draftwise.cache import KVCache
@@ -23,9 +23,8 @@ from draftwise.drafters.eagle_network import EagleNetwork
 from draftwise.drafters.features import FeatureDrafter
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
-from draftwise.models.convert import RowLinear
 from draftwise.models.layers import AttentionMasks, attend
-from draftwise.models.linear import DTYPES, Compiled, WeightKind, make_linear
+from draftwise.models.linear import DTYPES, WeightKind, make_linear
 from draftwise.types import Batch
 
 
@@ -95,39 +94,13 @@ class EagleRunner:
 def _compiled(network: EagleNetwork, kind: WeightKind, device: torch.device) -> kernels.Decoder | None:
     """The layer as one call of the compiled kernels, its fast version; None where they do not run it."""
     shape, layer = network.shape, network.midlayer
-    config = shape.model_config()
-    if not kind.runs_compiled(device) or kernels.unsupported(config) or not layer.rotary.is_fixed:
+    if shape.residual_after_norm or not layer.runs_compiled(kind, device):
         return None
-    if shape.residual_after_norm or shape.hidden_size % 16:
-        return None
-
-    def packed(module: nn.Module) -> kernels.Packed:
-        assert isinstance(module, RowLinear) and isinstance(module.linear, Compiled)
-        return module.linear.packed
-
-    attention, feed = layer.self_attn, layer.mlp
+    norms = [layer.hidden_norm.weight, layer.input_layernorm.weight] if shape.joins else [None, None]
     return kernels.Decoder(
-        config,
+        layer.config,
         embedding=None,
-        layers=[
-            kernels.PackedLayer(
-                index=0,
-                attention=kernels.PackedAttention(
-                    norm_C=layer.hidden_norm.weight if shape.joins else None,
-                    beside_norm_C=layer.input_layernorm.weight if shape.joins else None,
-                    query=packed(attention.q_proj),
-                    key=packed(attention.k_proj),
-                    value=packed(attention.v_proj),
-                    output=packed(attention.o_proj),
-                ),
-                feed_forward=kernels.PackedFeedForward(
-                    norm_C=layer.post_attention_layernorm.weight,
-                    gate=packed(feed.gate_proj),
-                    up=packed(feed.up_proj),
-                    down=packed(feed.down_proj),
-                ),
-            )
-        ],
+        layers=[layer.packed(0, norm_C=norms[0], beside_norm_C=norms[1])],
         final_norm_C=network.norm.weight if shape.joins else torch.ones(shape.hidden_size),
         tables=layer.rotary.half_tables,
         dtype=kind.dtype,

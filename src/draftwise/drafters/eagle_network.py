@@ -1,28 +1,21 @@
 """The network of EAGLE drafts: one decoder layer over a target's hidden states and the embedding of the token that follows.
 
-The same object is trained and served: products are nn.Linear or whatever kind of weight `serve` makes of them, attention is
-whatever the caller passes. Shapes: N rows, C width, E the target's width, F features (E for each tap), H query heads,
-K key heads, D head size.
+The same object is trained and served. Shapes: N rows, C width, E the target's width, F features (E for each tap).
 Sources: EAGLE, Li et al. 2024, arXiv 2401.15077; EAGLE-3, Li et al. 2025, arXiv 2503.01840.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftwise.models.convert import RowLinear
-from draftwise.models.layers import Rotary, rms_norm
-from draftwise.models.linear import WeightKind, make_linear
+from draftwise.drafters.decoder_layer import Attend, DecoderLayer, RMSNorm, to_kind
+from draftwise.models.linear import WeightKind
 from draftwise.types import ModelConfig, Tap
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""From queries [N, H, D], keys and values [N, K, D] of the rows to what they attended to, [N, H, D]."""
 
 ALGORITHMS = ("eagle", "eagle3")
 
@@ -90,55 +83,15 @@ class EagleShape:
         )
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight, in float32 inside."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
-
-    def forward(self, x_NC: Tensor) -> Tensor:
-        return rms_norm(x_NC, self.weight, self.eps)
-
-
-class Attention(nn.Module):
-    """Projections of the layer's attention; who attends to whom is the caller's."""
+class Layer(DecoderLayer):
+    """The decoder layer of either kind."""
 
     def __init__(self, shape: EagleShape) -> None:
-        super().__init__()
-        inputs = shape.hidden_size * (2 if shape.joins else 1)
-        self.q_proj = nn.Linear(inputs, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(inputs, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(inputs, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
-
-
-class FeedForward(nn.Module):
-    """The gated feed-forward."""
-
-    def __init__(self, shape: EagleShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x_NC: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_NC)) * self.up_proj(x_NC))
-        return out
-
-
-class Layer(nn.Module):
-    """The decoder layer, in the steps that training and serving put together in their own ways."""
-
-    def __init__(self, shape: EagleShape) -> None:
-        super().__init__()
+        super().__init__(shape.model_config(), shape.hidden_size * (2 if shape.joins else 1))
         self.shape = shape
-        self.self_attn, self.mlp = Attention(shape), FeedForward(shape)
         if shape.joins:
             self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
             self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.rotary = Rotary(shape.model_config(), torch.device("cpu"))
 
     def enter(self, embedded_NC: Tensor, state_NC: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and the residual stream that goes past it."""
@@ -147,22 +100,6 @@ class Layer(nn.Module):
         normed_NC = self.hidden_norm(state_NC)
         read = torch.cat([self.input_layernorm(embedded_NC).to(normed_NC.dtype), normed_NC], -1)
         return read, normed_NC if self.shape.residual_after_norm else state_NC
-
-    def queries(self, read_N: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """[N, H, D], rotated."""
-        return self.rotary.apply(self.self_attn.q_proj(read_N).unflatten(-1, (self.shape.num_heads, -1)), tables)
-
-    def keys_values(self, read_N: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[N, K, D] each, keys rotated."""
-        heads = (self.shape.num_kv_heads, -1)
-        k_NKD = self.rotary.apply(self.self_attn.k_proj(read_N).unflatten(-1, heads), tables)
-        return k_NKD, self.self_attn.v_proj(read_N).unflatten(-1, heads)
-
-    def leave(self, residual_NC: Tensor, attended_NHD: Tensor) -> Tensor:
-        """The residual stream after attention and feed-forward."""
-        x_NC = residual_NC + self.self_attn.o_proj(attended_NHD.flatten(-2))
-        out: Tensor = x_NC + self.mlp(self.post_attention_layernorm(x_NC))
-        return out
 
 
 class EagleNetwork(nn.Module):
@@ -211,17 +148,7 @@ class EagleNetwork(nn.Module):
         """A state as the head reads it."""
         return self.norm(state_NC) if self.shape.joins and not self.shape.recycle_normed else state_NC
 
-    @torch.no_grad()
     def serve(self, kind: WeightKind, device: torch.device) -> EagleNetwork:
-        """The same network with its products in a kind of weight, on a device; no longer to be trained.
-
-        Their rows need not be invariant: a draft that differs in a last bit is verified all the same.
-        """
-        for path, module in list(self.named_modules()):
-            if isinstance(module, nn.Linear):
-                bias = None if module.bias is None else module.bias.detach()
-                linear = make_linear(module.weight.detach(), bias, kind, device)
-                parent, _, name = path.rpartition(".")
-                setattr(self.get_submodule(parent), name, RowLinear(linear, kind.dtype, device))
-        self.midlayer.rotary = Rotary(self.shape.model_config(), device)
-        return self.to(device).requires_grad_(False).eval()
+        """The same network with its products in a kind of weight, on a device; no longer to be trained."""
+        to_kind(self, kind, device)
+        return self
