@@ -9,7 +9,6 @@ last), H query heads, K key heads, G = H / K, D head size, E the target's width,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from draftwise.models.layers import Rotary
 from draftwise.train.capture import Captured, capture
 from draftwise.train.data import Corpus
 from draftwise.train.lesson import Lesson, distributions, match
+from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import Tap
 
 SAMPLE = 16
@@ -49,47 +49,6 @@ class Options:
         for name in ("decay", "feature_weight", "inner"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Which rows of a batch learn. Row i reads the features of token i and token i + 1, and guesses token i + 2.
-
-    R = `last` rows in all, of which those from `first` on learn where `learns_BA` says so: the guessed token is an answer's,
-    and not its first, which the target gives with the prompt. bias_BAR: 0 where a learning row may look at a row, else -inf.
-    """
-
-    first: int
-    last: int
-    positions_BR: Tensor
-    learns_BA: Tensor
-    bias_BAR: Tensor
-
-    @staticmethod
-    def of(batch: Captured) -> Rows:
-        length, starts_B1 = batch.tokens_BT.shape[1], batch.starts_B[:, None]
-        last = length - 2
-        columns_R = torch.arange(last, device=starts_B1.device)
-        first = last - (int(batch.answers_B.max()) - 1)
-        learning_A = columns_R[first:]
-        seen_BAR = (columns_R <= learning_A[:, None]) & (columns_R >= starts_B1)[:, None]
-        seen_BAR = seen_BAR | (columns_R == learning_A[:, None])  # a row of padding sees itself: none would give NaN
-        return Rows(
-            first,
-            last,
-            (columns_R - starts_B1).clamp(min=0),
-            learning_A >= length - 1 - batch.answers_B[:, None],
-            torch.zeros(seen_BAR.shape, device=starts_B1.device).masked_fill_(~seen_BAR, -torch.inf),
-        )
-
-    def ahead(self, step: int) -> tuple[Tensor, Tensor]:
-        """The learning rows that have something to guess `step` tokens further on, bool [B, A], and the place of each one's
-        target among the learning rows."""
-        place_BA = torch.full(self.learns_BA.shape, -1, device=self.learns_BA.device)
-        place_BA[self.learns_BA] = torch.arange(int(self.learns_BA.sum()), device=place_BA.device)
-        ahead_BA = F.pad(place_BA, (0, step), value=-1)[:, step:]
-        guesses_BA = self.learns_BA & (ahead_BA >= 0)
-        return guesses_BA, ahead_BA[guesses_BA]
 
 
 class EagleLesson(Lesson):
@@ -118,7 +77,7 @@ class EagleLesson(Lesson):
     def forward(self, batch: Captured) -> dict[str, Tensor]:
         options, shape = self.options, self.network.shape
         rows = Rows.of(batch)
-        final_PE = batch.features["final_norm"][:, rows.first + 1 : rows.last + 1][rows.learns_BA]
+        final_PE = rows.following(batch.features["final_norm"])
         p_PV = distributions(final_PE, self.head_VE, self._dtype())
         head = self.network.lm_head.weight if shape.own_head else self.head_VE
         count = max(len(final_PE), 1)
@@ -140,17 +99,18 @@ class EagleLesson(Lesson):
         net, rows, tokens_BT = self.network, Rows.of(batch), batch.tokens_BT
         features = torch.cat([batch.features[tap][:, : rows.last] for tap in net.shape.taps], -1).float() / self.scales_F
         read, residual = net.enter(self._embed(tokens_BT[:, 1 : rows.last + 1]), net.condense(features).float())
-        keys, values = net.midlayer.keys_values(read, self._tables(rows.positions_BR))
+        positions_BR, bias_BAR = rows.positions_BR, rows.bias()
+        keys, values = net.midlayer.keys_values(read, self._tables(positions_BR))
         read, residual = read[:, rows.first :], residual[:, rows.first :]
         own: list[tuple[Tensor, Tensor]] = []
         state = residual
         for step in range(self.options.steps):
-            tables = self._tables(rows.positions_BR[:, rows.first :] + step)
+            tables = self._tables(positions_BR[:, rows.first :] + step)
             if step:
                 following = F.pad(tokens_BT, (0, step))[:, rows.first + 1 + step : rows.last + 1 + step]
                 read, residual = net.enter(self._embed(following), state)
                 own.append(net.midlayer.keys_values(read, tables))
-            attended = unrolled_attention(net.midlayer.queries(read, tables), keys, values, own, rows.bias_BAR)
+            attended = unrolled_attention(net.midlayer.queries(read, tables), keys, values, own, bias_BAR)
             state = net.handed_on(net.midlayer.leave(residual, attended)).float()
             yield state
 
@@ -232,15 +192,6 @@ def build_lesson(
     scales = feature_scales(target, corpus, tuple(dict.fromkeys([*taps, "final_norm"])))
     begin(network, scales["final_norm"])
     return EagleLesson(network, target, options, scales=scales).to(target.model.device)
-
-
-def frequent_tokens(target: Target, corpus: Corpus, count: int) -> Tensor:
-    """The tokens that answers use most and all that end a text, int64, ascending; the rest by id, as a BPE learnt them."""
-    counts = Counter(token for answer in corpus.answers for token in answer.tokens)
-    ends = {*target.tokenizer.eos_tokens, *target.model.config.eos_tokens}
-    order = [*sorted(ends), *(token for token, _ in counts.most_common()), *range(target.vocab)]
-    chosen = list(dict.fromkeys(token for token in order if token < target.vocab))[: min(count, target.vocab)]
-    return torch.tensor(sorted(chosen))
 
 
 def feature_scales(target: Target, corpus: Corpus, taps: tuple[Tap, ...]) -> dict[Tap, float]:
