@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import draftwise.kernels as kernels
+from draftwise.cache import KVCache
 from draftwise.models.convert import RowLinear
-from draftwise.models.layers import Rotary, rms_norm
+from draftwise.models.layers import AttentionMasks, Rotary, attend, rms_norm
 from draftwise.models.linear import Compiled, WeightKind, make_linear
-from draftwise.types import ModelConfig
+from draftwise.types import Batch, ModelConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From queries [N, H, D], keys and values [N, K, D] of the rows to what they attended to, [N, H, D]."""
@@ -123,6 +124,17 @@ def _packed(module: nn.Module) -> kernels.Packed:
     assert isinstance(module, RowLinear) and isinstance(module.linear, Compiled)
     linear = module.linear
     return linear.packed if linear.bias_M is None else linear.packed.with_bias(linear.bias_M)
+
+
+def cached_attention(config: ModelConfig, batch: Batch, cache: KVCache, index: int) -> Attend:
+    """Attention over a staged cache, where the layer has place `index`."""
+    masks = AttentionMasks(batch, cache, (None,), heads=config.num_heads).of(None)
+
+    def attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
+        cache.stage(index, batch, k_NKD, v_NKD)
+        return attend(q_NHD, index, batch, cache, masks)
+
+    return attention
 
 
 @torch.no_grad()

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import draftwise.kernels as kernels
 from draftwise.cache import KVCache
 from draftwise.drafters import eagle_layouts
 from draftwise.drafters.base import DraftSource, Target
+from draftwise.drafters.decoder_layer import cached_attention
+from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.eagle_files import read_eagle
 from draftwise.drafters.eagle_network import EagleNetwork
 from draftwise.drafters.features import FeatureDrafter
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
-from draftwise.models.layers import AttentionMasks, attend
-from draftwise.models.linear import DTYPES, WeightKind, make_linear
+from draftwise.models.linear import DTYPES, WeightKind
 from draftwise.types import Batch
 
 
@@ -38,13 +38,10 @@ class EagleRunner:
 
     def __init__(self, network: EagleNetwork, target: Model, *, vocab: int, kind: WeightKind) -> None:
         shape = network.shape
-        self.taps, self.width, self.vocab = shape.taps, shape.width, vocab
+        self.taps, self.width = shape.taps, shape.width
         self.target, self.shape, self.kind = target, shape, kind
-        d2t = network.d2t.to(target.device)
-        in_order = torch.equal(d2t, torch.arange(len(d2t), device=d2t.device))
-        self.tokens_V = None if in_order else d2t
-        head = network.lm_head.weight.detach() if shape.own_head else target.head_rows(d2t)
-        self.head = make_linear(head, None, kind, target.device)
+        own = network.lm_head.weight.detach() if shape.own_head else None
+        self.head = DraftHead(target, network.d2t, own, vocab=vocab, kind=kind)
         self.network = network.serve(kind, target.device)
         self.decoder = _compiled(self.network, kind, target.device)
 
@@ -66,12 +63,7 @@ class EagleRunner:
         return self._run(batch, cache, above_NW)
 
     def logits(self, rows_NW: Tensor) -> Tensor:
-        known_NV = self.head(self.network.before_head(rows_NW).to(self.kind.dtype)).float()
-        if self.tokens_V is None:
-            return F.pad(known_NV, (0, self.vocab - known_NV.shape[1]), value=-torch.inf)
-        logits_NV = known_NV.new_full((len(rows_NW), self.vocab), -torch.inf)
-        logits_NV[:, self.tokens_V] = known_NV
-        return logits_NV
+        return self.head(self.network.before_head(rows_NW))
 
     def _run(self, batch: Batch, cache: KVCache, state_NC: Tensor) -> Tensor:
         embedded_NC = self.target.embed(batch.tokens_N)
@@ -80,12 +72,7 @@ class EagleRunner:
             beside_NC = embedded_NC if self.shape.joins else None
             hidden = self.decoder.forward(batch, cache, (1,), inputs_NC=inputs_NC, beside_NC=beside_NC)
             return hidden.final if self.shape.recycle_normed else hidden.taps[1]
-        masks = AttentionMasks(batch, cache, (None,), heads=self.shape.num_heads).of(None)
-
-        def attention(q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-            cache.stage(0, batch, k_NKD, v_NKD)
-            return attend(q_NHD, 0, batch, cache, masks)
-
+        attention = cached_attention(self.network.midlayer.config, batch, cache, 0)
         tables = self.network.midlayer.rotary.tables(batch.positions_N, self.kind.dtype)
         handed_NC: Tensor = self.network(embedded_NC.to(self.kind.dtype), state_NC.to(self.kind.dtype), tables, attention)
         return handed_NC
