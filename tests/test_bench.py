@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from draftwise.bench import report
-from draftwise.bench.run import PLAIN, WARM_UP, Difference, Run, Setting, first_difference, side_by_side
+from draftwise.bench.run import PLAIN, WARM_UP, Answer, Difference, Journal, Run, Setting, first_difference, side_by_side
 from draftwise.bench.workloads import Prompt, Workload, read, spread
 from draftwise.types import Result, Stats
 
@@ -113,7 +113,25 @@ def test_batches_and_repeats():
     assert log.count(("built", "a")) == 2
     assert log.count(("a", ("aaaaa", "bbbbbbbbb"))) == 2 and log.count(("a", ("ccccc",))) == 2
     assert runs[1].stats.emitted == 2 * (5 + 9 + 5)
-    assert len(runs[1].tokens) == 6
+    assert len(runs[1].answers) == 6
+    assert {prompt: stats.emitted for prompt, stats in runs[1].by_prompt().items()} == {0: 10, 1: 18, 2: 10}
+
+
+def test_a_benchmark_that_was_cut_goes_on_from_its_journal(tmp_path):
+    whole = side_by_side(FakeLLM([]), [Setting("a", {})], PROMPTS, batch=2, repeat=2, max_tokens=9)
+    path, what = tmp_path / "journal.jsonl", {"drafters": ["a"]}
+    side_by_side(FakeLLM([]), [Setting("a", {})], PROMPTS, batch=2, repeat=2, journal=Journal(path, what), max_tokens=9)
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 1 + 2 * 2 * 2
+    path.write_text("".join(lines[:4]) + lines[4][:20])
+    log: list = []
+    journal = Journal(path, what)
+    again = side_by_side(FakeLLM(log), [Setting("a", {})], PROMPTS, batch=2, repeat=2, journal=journal, max_tokens=9)
+    assert [run.answers for run in again] == [run.answers for run in whole]
+    assert len([prompts for _, prompts in log if isinstance(prompts, tuple) and prompts != (WARM_UP,)]) == 8 - 3
+    assert path.read_text().count("\n") == len(lines)
+    with pytest.raises(ValueError, match="holds another benchmark"):
+        Journal(path, {"drafters": ["b"]})
 
 
 def test_figures_are_ratios_of_sums_against_the_control():
@@ -124,14 +142,15 @@ def test_figures_are_ratios_of_sums_against_the_control():
     assert found["prompts"] == {"path": "p.jsonl", "sha256": "0" * 64, "count": 3}
     plain, drafted = found["runs"]
     assert list(drafted) == [
-        "drafter", "options", "verify", "temperature", "batch", "tokens_per_second", "speedup", "tokens_per_step",
+        "drafter", "options", "verify", "temperature", "batch", "tokens_per_second", "speedup", "interval", "tokens_per_step",
         "acceptance_rate", "conditional_acceptance", "seconds", "by_category",
     ]  # fmt: skip
     assert (plain["tokens_per_second"], plain["speedup"], plain["tokens_per_step"]) == (2.0, 1.0, 1.0)
     assert (drafted["tokens_per_second"], drafted["speedup"], drafted["tokens_per_step"]) == (4.0, 2.0, 2.0)
     assert (drafted["acceptance_rate"], drafted["conditional_acceptance"]) == (0.5, [1.0, 0.0])
     assert set(drafted["seconds"]) == {"prefill", "draft", "target", "decode", "total"}
-    assert drafted["by_category"]["y"] == {"tokens_per_second": 4.0, "speedup": 2.0, "tokens_per_step": 2.0}
+    figures = {"tokens_per_second": 4.0, "speedup": 2.0, "interval": [2.0, 2.0], "tokens_per_step": 2.0}
+    assert drafted["by_category"]["y"] == figures
     assert drafted["options"] == {"k": "1"}
     json.dumps(found)
 
@@ -152,9 +171,34 @@ def test_tables_show_every_run_and_category():
 
 
 def test_the_first_difference_is_found():
-    same = Run(PLAIN, tokens=[(1, 2, 3), (4, 5)])
+    def run(setting: Setting, *tokens: tuple[int, ...]) -> Run:
+        return Run(setting, [Answer(prompt, "all", said, Stats()) for prompt, said in enumerate(tokens)])
+
+    same = run(PLAIN, (1, 2, 3), (4, 5))
     assert first_difference([same, same]) is None
-    assert first_difference([same, Run(Setting("a", {}), tokens=[(1, 2, 3), (4, 6)])]) == Difference("a", 1, 1, 5, 6)
-    assert first_difference([same, Run(Setting("a", {}), tokens=[(1, 2), (4, 5)])]) == Difference("a", 0, 2, 3, None)
-    longer = Run(Setting("b", {}), tokens=[(1, 2, 3, 9), (4, 5)])
+    assert first_difference([same, run(Setting("a", {}), (1, 2, 3), (4, 6))]) == Difference("a", 1, 1, 5, 6)
+    assert first_difference([same, run(Setting("a", {}), (1, 2), (4, 5))]) == Difference("a", 0, 2, 3, None)
+    longer = run(Setting("b", {}), (1, 2, 3, 9), (4, 5))
     assert first_difference([same, same, longer]) == Difference("b", 0, 3, None, 9)
+
+
+def test_intervals_hold_the_speed_up_and_narrow_with_prompts():
+    def runs(prompts: int) -> list[Run]:
+        def answers(seconds) -> list[Answer]:
+            return [
+                Answer(i, "all", (), Stats(emitted=11, requests=1, steps=10, decode_seconds=seconds(i))) for i in range(prompts)
+            ]
+
+        return [Run(PLAIN, answers(lambda i: 1.0)), Run(Setting("a", {}), answers(lambda i: 0.4 + 0.2 * (i % 3)))]
+
+    def interval(prompts: int) -> list[float]:
+        pair, workload = runs(prompts), Workload("p", "0", (PROMPTS[0],))
+        found = report.as_json(pair, workload, model="m", device="cpu", verify="match", temperature=0.0, batch=1)
+        assert found["runs"][0]["interval"] == [1.0, 1.0]
+        low, high = found["runs"][1]["interval"]
+        assert low <= found["runs"][1]["speedup"] <= high
+        return [low, high]
+
+    (few_low, few_high), (many_low, many_high) = interval(6), interval(60)
+    assert 1 / 0.8 <= few_low < many_low < 1 / 0.6 < many_high < few_high <= 1 / 0.4
+    assert interval(1)[0] == interval(1)[1]

@@ -1,10 +1,11 @@
-"""Benchmark figures as JSON and as tables. Knows what the figures are called; computes only their ratios."""
+"""Benchmark figures as JSON and as tables. Knows what the figures are called; computes their ratios, and how sure these are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from rich.table import Table
 
 from draftwise.bench.machine import describe, versions
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from draftwise.bench.run import Run
 
 DEPTHS = 4  # of conditional acceptance that a table has room for
+RESAMPLES = 2000
 
 
 def as_json(
@@ -34,29 +36,52 @@ def as_json(
                 "verify": verify,
                 "temperature": temperature,
                 "batch": batch,
-                **_figures(run.stats, plain.stats),
+                **_figures(run, plain),
                 "acceptance_rate": round(run.stats.acceptance_rate, 4),
                 "conditional_acceptance": [round(rate, 4) for rate in run.stats.conditional_acceptance],
                 "seconds": run.stats.as_dict()["seconds"],
-                "by_category": {
-                    name: _figures(stats, plain.by_category[name]) for name, stats in run.by_category.items()
-                },
+                "by_category": {name: _figures(run, plain, name) for name in plain.by_category},
             }
             for run in runs
         ],
     }
 
 
-def _figures(stats: Stats, plain: Stats) -> dict[str, float]:
+def _figures(run: Run, plain: Run, category: str | None = None) -> dict[str, Any]:
+    """Of one category, or of all. interval: where 95 % of speed-ups lie over prompts drawn again (bootstrap)."""
+    stats, control = (one.by_category[category] if category else one.stats for one in (run, plain))
+    low, high = _interval(list(run.by_prompt(category).values()), list(plain.by_prompt(category).values()))
     return {
         "tokens_per_second": round(stats.tokens_per_second, 2),
-        "speedup": round(stats.tokens_per_second / plain.tokens_per_second, 4) if plain.tokens_per_second else 0.0,
+        "speedup": round(_ratio(stats.tokens_per_second, control.tokens_per_second), 4),
+        "interval": [round(low, 4), round(high, 4)],
         "tokens_per_step": round(stats.tokens_per_step, 4),
     }
 
 
+def _interval(drafted: Sequence[Stats], plain: Sequence[Stats]) -> tuple[float, float]:
+    """Of the ratio of speeds, as prompts vary: each resample takes as many prompts as there are, with both their runs."""
+    places = np.random.default_rng(0).integers(len(plain), size=(RESAMPLES, len(plain)))
+
+    def speeds(all_stats: Sequence[Stats]) -> Any:
+        tokens = np.array([stats.emitted - stats.requests for stats in all_stats], float)
+        seconds = np.array([stats.decode_seconds for stats in all_stats])
+        return tokens[places].sum(1) / np.maximum(seconds[places].sum(1), 1e-12)
+
+    control = speeds(plain)
+    ratios = speeds(drafted)[control > 0] / control[control > 0]
+    return tuple(np.percentile(ratios, (2.5, 97.5)).tolist()) if len(ratios) else (0.0, 0.0)
+
+
+def _ratio(one: float, other: float) -> float:
+    return one / other if other else 0.0
+
+
 def tables(report: Mapping[str, Any]) -> list[Table]:
-    """The object of `as_json` as two tables: the drafters, with tokens per pass, and their speed-ups by category."""
+    """The object of `as_json` as two tables: the drafters, with tokens per pass, and their speed-ups by category.
+
+    Where prompts can tell, the bounds of 95 % of the speed-ups of prompts drawn again stand behind them.
+    """
     runs = report["runs"]
     deepest = max(len(run["conditional_acceptance"][:DEPTHS]) for run in runs)
     depths = [f"at {depth + 1}" for depth in range(deepest)]
@@ -75,9 +100,14 @@ def tables(report: Mapping[str, Any]) -> list[Table]:
     names = [run["drafter"] for run in runs[1:]]
     kinds = plain_table("category", "plain tokens/s", *names)
     for name, plain in runs[0]["by_category"].items():
-        gains = [f"{run['by_category'][name]['speedup']:.2f}×" for run in runs[1:]]
+        gains = [_gain(run["by_category"][name]) for run in runs[1:]]
         kinds.add_row(name, f"{plain['tokens_per_second']:.1f}", *gains)
     return [drafters, kinds]
+
+
+def _gain(figures: Mapping[str, Any]) -> str:
+    low, high = figures["interval"]
+    return f"{figures['speedup']:.2f}×" + (f" ({low:.2f}–{high:.2f})" if high - low >= 0.005 else "")
 
 
 def cost_table(cost: Mapping[str, Any]) -> Table:

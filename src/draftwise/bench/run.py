@@ -1,19 +1,22 @@
 """Drafters side by side: every prompt is decoded plainly and with each drafter in turn, so that all meet the same machine.
 
-Sees the public names only. Figures come from `Stats`, pooled as ratios of sums; none is worked out here.
+Sees the public names only. Figures come from `Stats`, pooled as ratios of sums; none is worked out here. A journal keeps
+answers as they come, so that a benchmark that was cut short goes on where it stood.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from draftwise.bench.workloads import Prompt
 
 if TYPE_CHECKING:
-    from draftwise import LLM, Result, Stats
+    from draftwise import LLM, Stats
 
 WARM_UP = "Write the numbers from one to twenty, one after another, as words."
 
@@ -28,23 +31,77 @@ class Setting(NamedTuple):
 PLAIN = Setting("none", {})
 
 
+class Answer(NamedTuple):
+    """What one setting made of one prompt, by the prompt's place among all."""
+
+    prompt: int
+    category: str
+    tokens: tuple[int, ...]
+    stats: Stats
+
+
 @dataclass(slots=True)
 class Run:
-    """What one setting did: its pooled figures by category, and the tokens of every prompt in order."""
+    """What one setting did, prompt by prompt."""
 
     setting: Setting
-    by_category: dict[str, Stats] = field(default_factory=dict)
-    tokens: list[tuple[int, ...]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
     @property
     def stats(self) -> Stats:
-        first, *others = self.by_category.values()
+        return self.pooled(self.answers)
+
+    @property
+    def by_category(self) -> dict[str, Stats]:
+        return self._by(lambda answer: answer.category)
+
+    def by_prompt(self, category: str | None = None) -> dict[int, Stats]:
+        """The figures of each prompt over all repeats, of one category or of all."""
+        return self._by(lambda answer: answer.prompt, category)
+
+    def _by(self, key: Callable[[Answer], Any], category: str | None = None) -> dict[Any, Stats]:
+        groups: dict[Any, list[Answer]] = {}
+        for answer in self.answers:
+            if category in (None, answer.category):
+                groups.setdefault(key(answer), []).append(answer)
+        return {name: self.pooled(answers) for name, answers in groups.items()}
+
+    @staticmethod
+    def pooled(answers: Sequence[Answer]) -> Stats:
+        first, *others = (answer.stats for answer in answers)
         return sum(others, start=first)
 
-    def add(self, category: str, result: Result) -> None:
-        so_far = self.by_category.get(category)
-        self.by_category[category] = result.stats if so_far is None else so_far + result.stats
-        self.tokens.append(result.tokens)
+
+class Journal:
+    """Answers in a file of JSON lines, by repeat, group of prompts and setting; its first line names the benchmark.
+
+    Raises ValueError where the file holds another benchmark's, or none. A last line cut short is dropped.
+    """
+
+    def __init__(self, path: Path, benchmark: Mapping[str, Any]) -> None:
+        from draftwise import Stats
+
+        self.path = path
+        self._held: dict[tuple[int, int, int], list[Answer]] = {}
+        header = json.dumps(benchmark, sort_keys=True)
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        whole = lines[:-1]
+        if whole and whole[0] != header:
+            raise ValueError(f"{path}: holds another benchmark, or none; name another file, or delete it")
+        path.write_text("".join(f"{line}\n" for line in whole or [header]), encoding="utf-8")
+        for line in whole[1:]:
+            row = json.loads(line)
+            self._held[row["repeat"], row["group"], row["setting"]] = [
+                Answer(prompt, category, tuple(tokens), Stats(**stats)) for prompt, category, tokens, stats in row["answers"]
+            ]
+
+    def held(self, *place: int) -> list[Answer] | None:
+        return self._held.get(place)  # type: ignore[arg-type]
+
+    def add(self, repeat: int, group: int, setting: int, answers: Sequence[Answer]) -> None:
+        rows = [(answer.prompt, answer.category, answer.tokens, asdict(answer.stats)) for answer in answers]
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"repeat": repeat, "group": group, "setting": setting, "answers": rows}) + "\n")
 
 
 class Difference(NamedTuple):
@@ -65,6 +122,7 @@ def side_by_side(
     batch: int = 1,
     repeat: int = 1,
     drafting: Mapping[str, Any] | None = None,
+    journal: Journal | None = None,
     progress: Callable[[], None] = lambda: None,
     **generate: Any,
 ) -> list[Run]:
@@ -72,7 +130,7 @@ def side_by_side(
 
     The order turns with every group of `batch` prompts, so that none is always first. Each repeat builds its drafters
     anew: one that remembers earlier requests must not meet its own output again. `drafting` goes to LLM.using (how much
-    to draft, and the draft's weights), `generate` to LLM.generate.
+    to draft, and the draft's weights), `generate` to LLM.generate. What `journal` holds is not done again.
     """
     runs = [Run(setting) for setting in (PLAIN, *settings)]
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
@@ -80,22 +138,33 @@ def side_by_side(
         engines = [llm.using(run.setting.drafter, options=run.setting.options, **drafting or {}) for run in runs]
         for engine in engines:
             engine.generate([WARM_UP], **generate)
-        for turn, group in enumerate(groups, again):
-            for index in (*range(turn % len(runs), len(runs)), *range(turn % len(runs))):
-                results = engines[index].generate([prompt.text for prompt in group], **generate)
-                for prompt, result in zip(group, results, strict=True):
-                    runs[index].add(prompt.category, result)
+        for turn, group in enumerate(groups):
+            for index in _rotated(len(runs), turn + again):
+                answers = journal.held(again, turn, index) if journal else None
+                if answers is None:
+                    results = engines[index].generate([prompt.text for prompt in group], **generate)
+                    answers = [
+                        Answer(turn * batch + i, prompt.category, result.tokens, result.stats)
+                        for i, (prompt, result) in enumerate(zip(group, results, strict=True))
+                    ]
+                    if journal:
+                        journal.add(again, turn, index, answers)
+                runs[index].answers += answers
                 progress()
     return runs
+
+
+def _rotated(count: int, by: int) -> list[int]:
+    return [(i + by) % count for i in range(count)]
 
 
 def first_difference(runs: Sequence[Run]) -> Difference | None:
     """Where the first run that differs from the plain one, runs[0], does so first; None where all say the same."""
     for run in runs[1:]:
-        for index, (plain, drafted) in enumerate(zip(runs[0].tokens, run.tokens, strict=True)):
-            if plain != drafted:
-                pairs = enumerate(zip_longest(plain, drafted))
+        for plain, drafted in zip(runs[0].answers, run.answers, strict=True):
+            if plain.tokens != drafted.tokens:
+                pairs = enumerate(zip_longest(plain.tokens, drafted.tokens))
                 at, (expected, found) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
-                return Difference(run.setting.drafter, index, at, expected, found)
+                return Difference(run.setting.drafter, drafted.prompt, at, expected, found)
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -23,6 +24,7 @@ from draftwise.cli import options
               help="Drafters to compare, NAME[:PATH] each; + joins those that draft together.")
 @options.prompts_options
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="How often to go over the prompts.")
+@click.option("--journal", metavar="FILE", help="Keep every answer there, and go on from it after a cut.")
 @click.option("--cost", is_flag=True, help="Measure passes of 1, 2, 4, 8, 16 and 32 rows instead.")
 @click.option("--cost-context", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens before those rows.")
 @options.model_options
@@ -34,6 +36,7 @@ def command(
     limit: int | None,
     batch: int,
     repeat: int,
+    journal: str | None,
     cost: bool,
     cost_context: int,
     as_json: bool,
@@ -59,8 +62,15 @@ def command(
     from rich.progress import Progress
 
     from draftwise.bench import report
-    from draftwise.bench.run import Setting, first_difference, side_by_side
+    from draftwise.bench.run import Journal, Setting, first_difference, side_by_side
     from draftwise.cli.output import Terminal, print_json
+
+    drafting = {name: flags[name] for name in ("draft_tokens", "draft_dtype", "draft_quantize")}
+    kept = None
+    if journal:
+        what = {"prompts": workload.sha256, "count": len(workload.prompts), "batch": batch, "drafters": chosen, **drafting}
+        what |= {name: flags[name] for name in ("model", "verify", "quantize", "dtype", "raw")}
+        kept = Journal(Path(journal), what | {"params": repr(sorted(params.items()))})
 
     llm = options.load(flags, drafter="none", options={}, batch=batch)
     params |= options.bad_words(flags, llm)
@@ -73,7 +83,8 @@ def command(
             workload.prompts,
             batch=batch,
             repeat=repeat,
-            drafting={name: flags[name] for name in ("draft_tokens", "draft_dtype", "draft_quantize")},
+            drafting=drafting,
+            journal=kept,
             progress=lambda: bar.advance(task),
             raw=flags["raw"],
             **params,
@@ -100,11 +111,11 @@ def command(
         return None
     different = first_difference(runs)
     if different is None:
-        count = len(runs[0].tokens)
+        count = len(runs[0].answers)
         options.note(f"every output is the same as with plain decoding, token for token ({count} outputs a drafter)")
         return None
     options.note(
-        f"{different.drafter} differs from plain decoding: prompt {different.prompt % len(workload.prompts) + 1}, "
+        f"{different.drafter} differs from plain decoding: prompt {different.prompt + 1}, "
         f"token {different.position + 1}: {_said(llm, different.drafted)} instead of {_said(llm, different.plain)}"
     )
     return 1
