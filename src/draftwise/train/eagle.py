@@ -1,10 +1,7 @@
 """EAGLE-1: a layer that foresees the target's next hidden state, read by the target's own head. EAGLE-3 shares the lesson.
 
-Training-time test: the draft reads its own outputs for some steps, as it will when it drafts. Its rows of later steps attend
-to rows of the first step, as they stand in the cache when it is served, and to their own earlier steps.
-Sources: EAGLE, Li et al. 2024, arXiv 2401.15077, section 4; HASS, Zhang et al. 2024, arXiv 2408.15766; EAGLE-3, Li et al.
-2025, arXiv 2503.01840, section 3. Shapes: B answers, T tokens, R rows of the first step, A of those the ones that learn (the
-last), H query heads, K key heads, G = H / K, D head size, E the target's width, C the draft's.
+Source: EAGLE, Li et al. 2024, arXiv 2401.15077, section 4. Shapes: B answers, R rows of the first step, A of those the ones
+that learn (the last), C the draft's width.
 """
 
 from __future__ import annotations
@@ -22,14 +19,11 @@ from draftwise.drafters.base import Target
 from draftwise.drafters.eagle_files import write_eagle
 from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
 from draftwise.models.layers import Rotary
-from draftwise.train.capture import Captured, capture
+from draftwise.train.capture import Captured
 from draftwise.train.data import Corpus
-from draftwise.train.lesson import Lesson, distributions, match
+from draftwise.train.feature_lesson import FeatureLesson, feature_scales, rotations, unrolled_attention
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import Tap
-
-SAMPLE = 16
-"""Answers that features are measured on before training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,61 +45,44 @@ class Options:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
-class EagleLesson(Lesson):
+class EagleLesson(FeatureLesson):
     """Trains a draft of either kind.
 
-    tokens_V: what the draft knows, as the target's ids. scales_F: what features are divided by, so that taps of all layers
-    are of one size; `save` puts it into the weights.
+    scales_F: what features are divided by, so that taps of all layers are of one size; `save` puts it into the weights.
     """
 
-    tokens_V: Tensor
     scales_F: Tensor
-    head_VE: Tensor
 
     def __init__(self, network: EagleNetwork, target: Target, options: Options, *, scales: dict[Tap, float]) -> None:
-        super().__init__()
         shape = network.shape
-        self.network, self.target, self.options, self.drafter = network, target, options, shape.algorithm
+        weights = {"decay": options.decay, "feature_weight": options.feature_weight, "final_scale": scales["final_norm"]}
+        super().__init__(target, network.d2t, **weights)
+        self.network, self.steps, self.drafter = network, options.steps, shape.algorithm
         self.taps = tuple(dict.fromkeys([*shape.taps, "final_norm"]))
         network.midlayer.rotary = Rotary(shape.model_config(), target.model.device)
         widths = [torch.full((shape.target_hidden,), scales[tap]) for tap in shape.taps]
         self.register_buffer("scales_F", torch.cat(widths) if shape.joins else torch.ones(shape.target_hidden))
-        self.final_scale = scales["final_norm"]
-        self.register_buffer("tokens_V", network.d2t.clone())
-        self.register_buffer("head_VE", target.model.head_rows(self.tokens_V).clone(), persistent=False)
 
-    def forward(self, batch: Captured) -> dict[str, Tensor]:
-        options, shape = self.options, self.network.shape
-        rows = Rows.of(batch)
-        final_PE = rows.following(batch.features["final_norm"])
-        p_PV = distributions(final_PE, self.head_VE, self._dtype())
-        head = self.network.lm_head.weight if shape.own_head else self.head_VE
-        count = max(len(final_PE), 1)
-        loss, figures = p_PV.new_zeros((), dtype=torch.float32), {}
+    def guesses(self, batch: Captured) -> Iterator[tuple[int, Tensor]]:
         for step, state_BAC in enumerate(self.unroll(batch)):
-            guesses_BA, place_n = rows.ahead(step)
-            before_head = self.network.before_head(state_BAC[guesses_BA]).float()
-            lost, accepted = match(before_head, head, p_PV, place_n)
-            if options.feature_weight and not shape.own_head:
-                wanted, scale = final_PE[place_n].float(), self.final_scale
-                missed = F.smooth_l1_loss(before_head / scale, wanted / scale, reduction="none")
-                lost = lost + options.feature_weight * missed.mean(-1).sum()
-            loss = loss + options.decay**step * lost / count
-            figures[f"accepted_{step + 1}"] = accepted / max(len(place_n), 1)
-        return {"loss": loss / sum(options.decay**step for step in range(options.steps)), **figures}
+            yield step, self.network.before_head(state_BAC)
+
+    @property
+    def own_head(self) -> Tensor | None:
+        return self.network.lm_head.weight if self.network.shape.own_head else None
 
     def unroll(self, batch: Captured) -> Iterator[Tensor]:
         """Step by step what the learning rows hand on, [B, A, C]: row a of step s has read s drafted tokens after its own."""
         net, rows, tokens_BT = self.network, Rows.of(batch), batch.tokens_BT
         features = torch.cat([batch.features[tap][:, : rows.last] for tap in net.shape.taps], -1).float() / self.scales_F
         read, residual = net.enter(self._embed(tokens_BT[:, 1 : rows.last + 1]), net.condense(features).float())
-        positions_BR, bias_BAR = rows.positions_BR, rows.bias()
-        keys, values = net.midlayer.keys_values(read, self._tables(positions_BR))
+        positions_BR, bias_BAR = rows.positions_BR, rows.bias(rows.first)
+        keys, values = net.midlayer.keys_values(read, rotations(net.midlayer.rotary, positions_BR))
         read, residual = read[:, rows.first :], residual[:, rows.first :]
         own: list[tuple[Tensor, Tensor]] = []
         state = residual
-        for step in range(self.options.steps):
-            tables = self._tables(positions_BR[:, rows.first :] + step)
+        for step in range(self.steps):
+            tables = rotations(net.midlayer.rotary, positions_BR[:, rows.first :] + step)
             if step:
                 following = F.pad(tokens_BT, (0, step))[:, rows.first + 1 + step : rows.last + 1 + step]
                 read, residual = net.enter(self._embed(following), state)
@@ -113,10 +90,6 @@ class EagleLesson(Lesson):
             attended = unrolled_attention(net.midlayer.queries(read, tables), keys, values, own, bias_BAR)
             state = net.handed_on(net.midlayer.leave(residual, attended)).float()
             yield state
-
-    def restore(self, state: dict[str, Tensor]) -> None:
-        super().restore(state)
-        self.head_VE.copy_(self.target.model.head_rows(self.tokens_V))
 
     def save(self, folder: Path, card: dict[str, Any]) -> None:
         network = EagleNetwork(self.network.shape)
@@ -126,38 +99,6 @@ class EagleLesson(Lesson):
             with torch.no_grad():
                 network.fc.weight /= self.scales_F.cpu()
         write_eagle(folder, network, self.target, card)
-
-    def _embed(self, tokens_BA: Tensor) -> Tensor:
-        return self.target.model.embed(tokens_BA.reshape(-1)).view(*tokens_BA.shape, -1).float()
-
-    def _tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.network.midlayer.rotary.tables(positions.reshape(-1), torch.float32)
-        return cos.view(*positions.shape, 1, -1), sin.view(*positions.shape, 1, -1)
-
-    def _dtype(self) -> torch.dtype:
-        device = self.head_VE.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-
-
-def unrolled_attention(
-    q_BAHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, own: list[tuple[Tensor, Tensor]], bias_BAR: Tensor
-) -> Tensor:
-    """Attention of learning rows to the rows of the first step, under a mask, and to their own rows of later steps.
-
-    own: keys and values [B, A, K, D] of each step after the first. Returns [B, A, H, D].
-    """
-    size, learning, heads, dim = q_BAHD.shape
-    kv_heads = k_BRKD.shape[2]
-    q = q_BAHD.view(size, learning, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)  # B K G A D
-    k, v = k_BRKD.to(q.dtype).permute(0, 2, 3, 1)[:, :, None], v_BRKD.transpose(1, 2)[:, :, None]
-    scores = [(q @ k).float() * dim**-0.5 + bias_BAR[:, None, None]]
-    diagonal = [(key.transpose(1, 2)[:, :, None], value.transpose(1, 2)[:, :, None]) for key, value in own]
-    scores += [(q * key).sum(-1, keepdim=True).float() * dim**-0.5 for key, _ in diagonal]
-    weights = torch.cat(scores, -1).softmax(-1).to(v.dtype)
-    out = weights[..., : k_BRKD.shape[1]] @ v
-    for step, (_, value) in enumerate(diagonal):
-        out = out + weights[..., k_BRKD.shape[1] + step, None] * value
-    return out.permute(0, 3, 1, 2, 4).reshape(size, learning, heads, dim)
 
 
 def build(options: Options, target: Target, corpus: Corpus) -> EagleLesson:
@@ -192,15 +133,6 @@ def build_lesson(
     scales = feature_scales(target, corpus, tuple(dict.fromkeys([*taps, "final_norm"])))
     begin(network, scales["final_norm"])
     return EagleLesson(network, target, options, scales=scales).to(target.model.device)
-
-
-def feature_scales(target: Target, corpus: Corpus, taps: tuple[Tap, ...]) -> dict[Tap, float]:
-    """Per tap the typical root mean square of a row: the median, since the first rows of a text are far from the others."""
-    shots = capture(target, corpus.answers[:SAMPLE], taps, most_tokens=512, dtype=torch.float32)
-    return {
-        tap: float(torch.cat([shot.features[tap].square().mean(-1).sqrt() for shot in shots]).median().clamp(min=1e-6))
-        for tap in taps
-    }
 
 
 @torch.no_grad()

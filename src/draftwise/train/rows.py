@@ -44,12 +44,12 @@ class Rows:
         """Places in the text; 0 where there is padding."""
         return (torch.arange(self.last, device=self.starts_B1.device) - self.starts_B1).clamp(min=0)
 
-    def bias(self) -> Tensor:
-        """For attention, [B, A, R]: 0 where a learning row may look at a row, else -inf."""
+    def bias(self, start: int) -> Tensor:
+        """For attention of the rows from `start` on to all rows, [B, R - start, R]: 0 where one may look, else -inf."""
         columns_R = torch.arange(self.last, device=self.starts_B1.device)
-        learning_A1 = columns_R[self.first :, None]
-        seen_BAR = (columns_R <= learning_A1) & (columns_R >= self.starts_B1)[:, None]
-        seen_BAR = seen_BAR | (columns_R == learning_A1)  # a row of padding sees itself: none would give NaN
+        looking_A1 = columns_R[start:, None]
+        seen_BAR = (columns_R <= looking_A1) & (columns_R >= self.starts_B1)[:, None]
+        seen_BAR = seen_BAR | (columns_R == looking_A1)  # a row of padding sees itself: none would give NaN
         return torch.zeros(seen_BAR.shape, device=columns_R.device).masked_fill_(~seen_BAR, -torch.inf)
 
     def following(self, final_BTE: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""Multi-token prediction: modules that look one token further each, chained; the last one goes on where depth goes on.
+
+A row of text hands on what every module made: module k at a row reads what module k - 1 made at the row before it, and the
+row's own token. So each module's keys and values stand in the cache one row later than the module's before it, and a drafted
+token needs those modules only that its depth has left. Before the text begins all states are zero.
+Source: DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import draftwise.kernels as kernels
+from draftwise.cache import KVCache
+from draftwise.drafters.base import DraftSource, Target
+from draftwise.drafters.decoder_layer import cached_attention
+from draftwise.drafters.draft_head import DraftHead
+from draftwise.drafters.features import FeatureDrafter
+from draftwise.drafters.mtp_files import read_mtp, write_mtp
+from draftwise.drafters.mtp_network import Module, MtpNetwork
+from draftwise.drafters.trees import Trees
+from draftwise.models.base import Model
+from draftwise.models.linear import DTYPES, Embedding, WeightKind
+from draftwise.types import Batch, Tap
+
+BlockPass = Callable[[Batch, KVCache, Tensor], tuple[Tensor, Tensor]]
+"""A module's block over the residual stream [N, C] of a pass: the stream after it, and the same normed for the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options(Trees):
+    """Options of multi-token prediction."""
+
+    modules: int = field(default=0, metadata={"help": "modules to use, the first ones; 0: all there are"})
+
+    def __post_init__(self) -> None:
+        Trees.__post_init__(self)
+        if self.modules < 0:
+            raise ValueError(f"modules is {self.modules}; it must be 0 or more")
+
+
+class MtpRunner:
+    """An MtpNetwork on packed rows over a staged cache, in some kind of weight, with what it borrows of the target.
+
+    What a row hands on is [what the head reads, output of each module that it ran, in order], with zeros for the rest.
+    """
+
+    taps: tuple[Tap, ...] = ("final_norm",)
+
+    def __init__(self, network: MtpNetwork, target: Model, *, vocab: int, kind: WeightKind) -> None:
+        shape = network.shape
+        self.shape, self.kind, self.target = shape, kind, target
+        self.width = (shape.modules + 1) * shape.block.hidden_size
+        self.embed = target.embed
+        if shape.own_embedding:
+            self.embed = Embedding(network.embed_tokens.weight.detach(), kind.dtype, target.device)
+        own = network.lm_head.weight.detach() if shape.own_head else None
+        self.head = DraftHead(target, network.d2t, own, vocab=vocab, kind=kind)
+        network.serve(kind, target.device)
+        self.modules = network.chain
+        self.blocks = [_block(module, index, kind, target.device) for index, module in enumerate(self.modules)]
+
+    def new_cache(self, capacity: int) -> KVCache:
+        block = self.shape.block
+        return KVCache(
+            layers=self.shape.modules,
+            kv_heads=block.num_kv_heads,
+            head_dim=block.head_dim,
+            capacity=capacity,
+            dtype=self.kind.dtype,
+            device=self.target.device,
+        )
+
+    def read(self, batch: Batch, cache: KVCache, above_SW: Tensor, features_NF: Tensor) -> Tensor:
+        embedded_NC = self._embed(batch)
+        firsts = [span.start for span in batch.spans]
+        _, *above = above_SW.to(self.kind.dtype).chunk(self.shape.modules + 1, -1)
+        made: list[tuple[Tensor, Tensor]] = []
+        state_NC = features_NF
+        for index, above_SC in enumerate(above):
+            made.append(self._run(index, batch, cache, embedded_NC, state_NC))
+            # the next module reads what this one made at the row before
+            state_NC = made[-1][0].roll(1, 0)
+            state_NC[firsts] = above_SC
+        return self._handed_on(made)
+
+    def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
+        embedded_NC = self._embed(batch)
+        first = min(depth, self.shape.modules - 1)
+        _, *above = above_NW.to(self.kind.dtype).chunk(self.shape.modules + 1, -1)
+        left = zip(range(first, self.shape.modules), above, strict=False)
+        return self._handed_on([self._run(index, batch, cache, embedded_NC, state_NC) for index, state_NC in left])
+
+    def logits(self, rows_NW: Tensor) -> Tensor:
+        return self.head(rows_NW[:, : self.shape.block.hidden_size])
+
+    def _embed(self, batch: Batch) -> Tensor:
+        return self.embed(batch.tokens_N).to(self.kind.dtype)
+
+    def _run(self, index: int, batch: Batch, cache: KVCache, embedded_NC: Tensor, state_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """A module on all rows: what it makes for the next one, and what the head reads."""
+        x_NC = self.modules[index].mix(embedded_NC, state_NC.to(self.kind.dtype))
+        out_NC, normed_NC = self.blocks[index](batch, cache, x_NC)
+        return (normed_NC if self.shape.recycle_normed else out_NC).to(self.kind.dtype), normed_NC
+
+    def _handed_on(self, made: list[tuple[Tensor, Tensor]]) -> Tensor:
+        rows_NW = torch.cat([made[0][1], *(state_NC for state_NC, _ in made)], -1)
+        return F.pad(rows_NW, (0, self.width - rows_NW.shape[1]))
+
+
+def _block(module: Module, index: int, kind: WeightKind, device: torch.device) -> BlockPass:
+    """A module's block at its place in the cache: one call of the compiled kernels where they run it, else plain torch."""
+    block, after = module.block, index + 1
+    if block.runs_compiled(kind, device):
+        decoder = kernels.Decoder(
+            replace(block.config, num_layers=after),
+            embedding=None,
+            layers=[block.packed(index, norm_C=block.input_layernorm.weight)],
+            final_norm_C=module.norm.weight,
+            tables=block.rotary.half_tables,
+            dtype=kind.dtype,
+        )
+
+        def compiled(batch: Batch, cache: KVCache, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = decoder.forward(batch, cache, (after,), inputs_NC=x_NC)
+            return hidden.taps[after], hidden.final
+
+        return compiled
+
+    def plain(batch: Batch, cache: KVCache, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+        tables = block.rotary.tables(batch.positions_N, kind.dtype)
+        out_NC = module.run(x_NC, tables, cached_attention(block.config, batch, cache, index))
+        normed_NC: Tensor = module.norm(out_NC)
+        return out_NC, normed_NC
+
+    return plain
+
+
+def build(options: Options, target: Target, source: DraftSource | None) -> FeatureDrafter:
+    """Raises ValueError where no draft is named, or it is another algorithm's or another target's."""
+    if source is None:
+        raise ValueError("the mtp drafter needs a draft: --drafter mtp:FOLDER, as `draftwise train` writes it")
+    network, config = read_mtp(Path(source.path).expanduser(), target, modules=options.modules)
+    quantize = source.quantize or (config.get("draftwise") or {}).get("quantize")
+    dtype = DTYPES[source.dtype] if source.dtype else target.model.dtype
+    runner = MtpRunner(network, target.model, vocab=target.vocab, kind=WeightKind(dtype, quantize, compiled=source.compiled))
+    target.notice(f"draft {source.path}: {quantize or str(dtype).removeprefix('torch.')}")
+    return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)
+
+
+def export(source: Path, out: Path, target: Target, *, layout: str, quantize: str | None, name: str) -> None:
+    """Write the draft of a folder anew, perhaps quantised. Raises ValueError for a layout that cannot hold it."""
+    if layout != "draftwise":
+        raise ValueError(f"layout is {layout!r}; for mtp it must be draftwise")
+    network, config = read_mtp(source, target)
+    write_mtp(out, network, target, (config.get("draftwise") or {}).get("card") or {}, quantize=quantize)

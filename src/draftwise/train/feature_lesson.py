@@ -1,0 +1,121 @@
+"""What lessons share whose drafts read the target's hidden states and, further on, their own outputs.
+
+Training-time test: the draft reads its own outputs for some steps, as it will when it drafts. Its rows of later steps attend
+to rows of the first step, as they stand in the cache when it is served, and to their own earlier steps.
+Sources: HASS, Zhang et al. 2024, arXiv 2408.15766; EAGLE-3, Li et al. 2025, arXiv 2503.01840, section 3. Shapes: B answers,
+R rows of the first step, A of those the ones that learn (the last), H query heads, K key heads, G = H / K, D head size, E the
+target's width, C the draft's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwise.drafters.base import Target
+from draftwise.models.layers import Rotary
+from draftwise.train.capture import Captured, capture
+from draftwise.train.data import Corpus
+from draftwise.train.lesson import Lesson, distributions, match
+from draftwise.train.rows import Rows
+from draftwise.types import Tap
+
+SAMPLE = 16
+"""Answers that features are measured on before training."""
+
+
+class FeatureLesson(Lesson):
+    """A draft that is to foresee the target's tokens, step after step.
+
+    tokens_V: what the draft knows, as the target's ids; head_VE: the target's rows for these. decay: weight of a step against
+    the one before. feature_weight: of meeting the target's final hidden state, whose rows are of size final_scale.
+    """
+
+    tokens_V: Tensor
+    head_VE: Tensor
+
+    def __init__(
+        self, target: Target, tokens_V: Tensor, *, decay: float, feature_weight: float, final_scale: float
+    ) -> None:
+        super().__init__()
+        self.target, self.decay, self.feature_weight, self.final_scale = target, decay, feature_weight, final_scale
+        self.register_buffer("tokens_V", tokens_V.clone())
+        self.register_buffer("head_VE", target.model.head_rows(tokens_V.to(target.model.device)).clone(), persistent=False)
+
+    def guesses(self, batch: Captured) -> Iterator[tuple[int, Tensor]]:
+        """Step by step: how many tokens past its first guess each learning row guesses, and what the head reads, [B, A, C]."""
+        raise NotImplementedError
+
+    @property
+    def own_head(self) -> Tensor | None:
+        """The head's weights where it is learnt, [V, C]; None where it is the target's."""
+        return None
+
+    def forward(self, batch: Captured) -> dict[str, Tensor]:
+        rows = Rows.of(batch)
+        final_PE = rows.following(batch.features["final_norm"])
+        p_PV = distributions(final_PE, self.head_VE, self._dtype())
+        head = self.head_VE if self.own_head is None else self.own_head
+        count, total = max(len(final_PE), 1), 0.0
+        loss, figures = p_PV.new_zeros((), dtype=torch.float32), {}
+        for step, (ahead, before_head_BAC) in enumerate(self.guesses(batch)):
+            guesses_BA, place_n = rows.ahead(ahead)
+            before_head = before_head_BAC[guesses_BA].float()
+            lost, accepted = match(before_head, head, p_PV, place_n)
+            if self.feature_weight and self.own_head is None:
+                wanted, scale = final_PE[place_n].float(), self.final_scale
+                missed = F.smooth_l1_loss(before_head / scale, wanted / scale, reduction="none")
+                lost = lost + self.feature_weight * missed.mean(-1).sum()
+            loss, total = loss + self.decay**step * lost / count, total + self.decay**step
+            figures[f"accepted_{step + 1}"] = accepted / max(len(place_n), 1)
+        return {"loss": loss / total, **figures}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        super().restore(state)
+        self.head_VE.copy_(self.target.model.head_rows(self.tokens_V))
+
+    def _embed(self, tokens_BA: Tensor) -> Tensor:
+        return self.target.model.embed(tokens_BA.reshape(-1)).view(*tokens_BA.shape, -1).float()
+
+    def _dtype(self) -> torch.dtype:
+        device = self.head_VE.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
+def rotations(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for rows at positions of any shape, [..., 1, D]."""
+    cos, sin = rotary.tables(positions.reshape(-1), torch.float32)
+    return cos.view(*positions.shape, 1, -1), sin.view(*positions.shape, 1, -1)
+
+
+def unrolled_attention(
+    q_BAHD: Tensor, k_BRKD: Tensor, v_BRKD: Tensor, own: list[tuple[Tensor, Tensor]], bias_BAR: Tensor
+) -> Tensor:
+    """Attention of learning rows to the rows of the first step, under a mask, and to their own rows of later steps.
+
+    own: keys and values [B, A, K, D] of each step after the first. Returns [B, A, H, D].
+    """
+    size, learning, heads, dim = q_BAHD.shape
+    kv_heads = k_BRKD.shape[2]
+    q = q_BAHD.view(size, learning, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)  # B K G A D
+    k, v = k_BRKD.to(q.dtype).permute(0, 2, 3, 1)[:, :, None], v_BRKD.transpose(1, 2)[:, :, None]
+    scores = [(q @ k).float() * dim**-0.5 + bias_BAR[:, None, None]]
+    diagonal = [(key.transpose(1, 2)[:, :, None], value.transpose(1, 2)[:, :, None]) for key, value in own]
+    scores += [(q * key).sum(-1, keepdim=True).float() * dim**-0.5 for key, _ in diagonal]
+    weights = torch.cat(scores, -1).softmax(-1).to(v.dtype)
+    out = weights[..., : k_BRKD.shape[1]] @ v
+    for step, (_, value) in enumerate(diagonal):
+        out = out + weights[..., k_BRKD.shape[1] + step, None] * value
+    return out.permute(0, 3, 1, 2, 4).reshape(size, learning, heads, dim)
+
+
+def feature_scales(target: Target, corpus: Corpus, taps: tuple[Tap, ...]) -> dict[Tap, float]:
+    """Per tap the typical root mean square of a row: the median, since the first rows of a text are far from the others."""
+    shots = capture(target, corpus.answers[:SAMPLE], taps, most_tokens=512, dtype=torch.float32)
+    return {
+        tap: float(torch.cat([shot.features[tap].square().mean(-1).sqrt() for shot in shots]).median().clamp(min=1e-6))
+        for tap in taps
+    }
