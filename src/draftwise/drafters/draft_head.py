@@ -13,6 +13,17 @@ from draftwise.models.base import Model
 from draftwise.models.linear import WeightKind, make_linear
 
 
+def spread(known_Nv: Tensor, tokens_v: Tensor | None, vocab: int) -> Tensor:
+    """Logits over the target's vocabulary, [N, vocab]: what a draft lacks is impossible, what it has beyond is cut.
+
+    tokens_v: the target's id of each of the draft's tokens; None where both count alike.
+    """
+    if tokens_v is not None:
+        return known_Nv.new_full((len(known_Nv), vocab), -torch.inf).index_copy_(1, tokens_v, known_Nv)
+    short = vocab - known_Nv.shape[1]
+    return F.pad(known_Nv, (0, short), value=-torch.inf) if short > 0 else known_Nv[:, :vocab]
+
+
 class DraftHead:
     """From rows to the target's whole vocabulary; what the draft does not know is impossible.
 
@@ -29,9 +40,4 @@ class DraftHead:
 
     def __call__(self, rows_NC: Tensor) -> Tensor:
         """Logits, float32 [N, V]."""
-        known_Nv = self.product(rows_NC.to(self.dtype)).float()
-        if self.tokens_v is None:
-            return F.pad(known_Nv, (0, self.vocab - known_Nv.shape[1]), value=-torch.inf)
-        logits_NV = known_Nv.new_full((len(rows_NC), self.vocab), -torch.inf)
-        logits_NV[:, self.tokens_v] = known_Nv
-        return logits_NV
+        return spread(self.product(rows_NC.to(self.dtype)).float(), self.tokens_v, self.vocab)

@@ -11,13 +11,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftwise.cache import PAGE
 from draftwise.checkpoint import open_checkpoint
 from draftwise.drafters.averages import Pace, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
+from draftwise.drafters.draft_head import spread
 from draftwise.drafters.growth import Tree, grow
 from draftwise.drafters.trees import CHAIN, Trees
 from draftwise.models.base import Model
@@ -50,12 +50,23 @@ class ModelDrafter(Drafter):
     """Drafts with a model of its own, its own cache and whatever weights it was loaded with.
 
     Each step it first reads every committed token it has not read, so gaps after full acceptance, plain steps or a
-    pause close themselves. Past its own context it falls silent and the target goes on alone.
+    pause close themselves. Past its own context it falls silent and the target goes on alone. tokens_v: the target's ids
+    of the model's vocabulary; None where both count alike.
     """
 
-    def __init__(self, model: Model, *, vocab: int, context: int, max_batch: int, trees: Trees = CHAIN) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        vocab: int,
+        context: int,
+        max_batch: int,
+        trees: Trees = CHAIN,
+        tokens_v: Tensor | None = None,
+    ) -> None:
         self.model, self.vocab, self.context, self.trees = model, vocab, context, trees
         self.max_depth = trees.depth
+        self._tokens_v = None if tokens_v is None else tokens_v.to(model.device)
         self.cache = model.new_cache(max_batch * (context + trees.most_read + PAGE))
         self._states: dict[int, _State] = {}
         self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
@@ -147,10 +158,8 @@ class ModelDrafter(Drafter):
         return self._logits(self.model.forward(self.cache.pack(feeds), self.cache).final)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """The head's rows as wide as the target's vocabulary: what the draft lacks is impossible, what it has beyond is cut."""
-        logits = self.model.logits(hidden)
-        short = self.vocab - logits.shape[1]
-        return F.pad(logits, (0, short), value=-torch.inf) if short > 0 else logits[:, : self.vocab]
+        """The head's rows as wide as the target's vocabulary."""
+        return spread(self.model.logits(hidden), self._tokens_v, self.vocab)
 
 
 def build(options: Options, target: Target, source: DraftSource | None) -> ModelDrafter:

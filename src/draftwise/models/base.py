@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -22,6 +23,24 @@ class WeightSource(Protocol):
     def names(self) -> frozenset[str]: ...
 
     def tensor(self, name: str) -> Tensor | Quantized: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InMemory:
+    """A WeightSource of tensors at hand."""
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.tensors)
+
+    def tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+Embed = Callable[[Tensor], Tensor]
+"""From token ids [N] to rows of an embedding, [N, width]."""
 
 
 class Model(Protocol):
@@ -45,6 +64,12 @@ class Model(Protocol):
 
     def head_rows(self, tokens_n: Tensor) -> Tensor:
         """The head's weights for these tokens, float32 [n, width], likewise. Raises ValueError where it has none."""
+
+    def weight(self, name: str) -> Tensor:
+        """A weight as the checkpoint has it, float32, under its Hugging Face name: what drafts begin with.
+
+        Raises ValueError where the model is no plain decoder of the Llama family, or has no weight of this name.
+        """
 
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""

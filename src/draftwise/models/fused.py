@@ -13,7 +13,7 @@ from torch import Tensor
 
 import draftwise.kernels as kernels
 from draftwise.cache import KVCache
-from draftwise.models.base import WeightSource
+from draftwise.models.base import Embed, WeightSource
 from draftwise.models.layers import Rotary
 from draftwise.models.linear import DTYPES, Compiled, WeightKind
 from draftwise.models.loader import Loader, describe
@@ -27,13 +27,13 @@ def runs_fused(config: ModelConfig, kind: WeightKind, device: torch.device) -> b
 
 
 class FusedLlama:
-    """A model of the Llama family on the compiled kernels."""
+    """A model of the Llama family on the compiled kernels. embedding: its own, or whoever else gives the rows."""
 
     def __init__(
         self,
         config: ModelConfig,
         kind: WeightKind,
-        embedding: kernels.Packed,
+        embedding: kernels.Packed | Embed,
         layers: Sequence[kernels.PackedLayer],
         final_norm_C: Tensor,
         head: Compiled,
@@ -47,7 +47,7 @@ class FusedLlama:
         self.weight_bytes = sum(layer.nbytes for layer in layers) + head.nbytes
         self._decoder = kernels.Decoder(
             config,
-            embedding=embedding,
+            embedding=embedding if isinstance(embedding, kernels.Packed) else None,
             layers=self._layers,
             final_norm_C=final_norm_C,
             tables=Rotary(config, self.device).half_tables,
@@ -56,7 +56,8 @@ class FusedLlama:
 
     def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
         """Run the packed rows, staging their keys and values. Taps as in types.Tap, in float32."""
-        return self._decoder.forward(batch, cache, taps)
+        inputs_NC = None if isinstance(self._embedding, kernels.Packed) else self._embedding(batch.tokens_N)
+        return self._decoder.forward(batch, cache, taps, inputs_NC=inputs_NC)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The head's rows for final hidden states [n, C]: float32 [n, vocab_size], before any warping."""
@@ -65,12 +66,17 @@ class FusedLlama:
     @torch.inference_mode()
     def embed(self, tokens_N: Tensor) -> Tensor:
         """Rows of the embedding, [N, C]."""
-        return self._embedding.rows(tokens_N).to(self.dtype)
+        rows = self._embedding.rows if isinstance(self._embedding, kernels.Packed) else self._embedding
+        return rows(tokens_N).to(self.dtype)
 
     @torch.inference_mode()
     def head_rows(self, tokens_n: Tensor) -> Tensor:
         """The head's weights for these tokens, float32 [n, C]."""
         return self._head.packed.rows(tokens_n)
+
+    def weight(self, name: str) -> Tensor:
+        """A weight as the checkpoint has it, float32."""
+        return self._loader.weight(name)
 
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""
@@ -97,14 +103,14 @@ class FusedLlama:
         return FusedLlama(self.config, self._kind, self._embedding, layers, self._final_norm_C, self._head, self._loader)
 
 
-def build_fused(source: WeightSource, kind: WeightKind, device: torch.device) -> FusedLlama:
+def build_fused(source: WeightSource, kind: WeightKind, device: torch.device, embed: Embed | None = None) -> FusedLlama:
     """Read all weights of a checkpoint for the compiled decoder. Raises ValueError where one is missing."""
     load = Loader(source, kind, device)
-    table = load.packed_table("model.embed_tokens")
+    table = embed or load.packed_table("model.embed_tokens")
     layers = [_layer(load, index) for index in range(source.config.num_layers)]
     if "lm_head.weight" in load.names:
         head = load.linear("lm_head")
-    elif kind.quantize or not (kind.keep_blocks or table.kind in DTYPES):
+    elif not isinstance(table, kernels.Packed) or kind.quantize or not (kind.keep_blocks or table.kind in DTYPES):
         head = load.linear("model.embed_tokens")
     else:
         head = load.settle(Compiled(table, None))

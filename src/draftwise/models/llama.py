@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwise.cache import KVCache
-from draftwise.models.base import Model, WeightSource
+from draftwise.models.base import Embed, Model, WeightSource
 from draftwise.models.fused import build_fused, runs_fused
 from draftwise.models.layers import AttentionMasks, Rotary, attend, by_rows, rms_norm
-from draftwise.models.linear import Embedding, Linear, WeightKind
+from draftwise.models.linear import Linear, WeightKind
 from draftwise.models.loader import Loader, describe
 from draftwise.types import Batch, Hidden, ModelConfig, Tap
 
@@ -87,7 +87,7 @@ class LlamaModel:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Embedding,
+        embedding: Embed,
         layers: Sequence[Layer],
         final_norm_C: Tensor,
         head: Linear,
@@ -139,6 +139,10 @@ class LlamaModel:
         """The head's weights for these tokens, float32 [n, C]."""
         return self.head.rows(tokens_n, self.dtype, self.device)
 
+    def weight(self, name: str) -> Tensor:
+        """A weight as the checkpoint has it, float32."""
+        return self._loader.weight(name)
+
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""
         return KVCache(
@@ -161,19 +165,23 @@ class LlamaModel:
         return LlamaModel(self.config, self.embedding, kept, self.final_norm_C, self.head, self._loader)
 
 
-def build(source: WeightSource, kind: WeightKind, device: torch.device) -> Model:
+def build(source: WeightSource, kind: WeightKind, device: torch.device, *, embed: Embed | None = None) -> Model:
     """Read all weights of a Llama-family checkpoint: for the compiled decoder where there is one, else for torch.
 
-    Raises ValueError where a weight is missing.
+    embed: gives the rows of the embedding where the source has a head but no embedding, as the model it is borrowed from
+    does. Raises ValueError where a weight is missing.
     """
     config = source.config
     if config.activation not in ACTIVATIONS:
         raise ValueError(f"activation {config.activation!r} is not known; it must be one of: {', '.join(ACTIVATIONS)}")
     if runs_fused(config, kind, device):
-        return build_fused(source, kind, device)
+        return build_fused(source, kind, device, embed)
     load = Loader(source, kind, device)
-    embedding = load.embedding("model.embed_tokens")
     layers = [Layer(config, index, load) for index in range(config.num_layers)]
+    norm_C = load.norm("model.norm.weight")
+    if embed is not None:
+        return LlamaModel(config, lambda tokens_N: embed(tokens_N).to(kind.dtype), layers, norm_C, load.linear("lm_head"), load)
+    embedding = load.embedding("model.embed_tokens")
     head = load.head(embedding)
     load.save()
-    return LlamaModel(config, embedding, layers, load.norm("model.norm.weight"), head, load)
+    return LlamaModel(config, embedding, layers, norm_C, head, load)

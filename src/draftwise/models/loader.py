@@ -33,6 +33,11 @@ class Loader:
         vector = self.source.tensor(name)
         return (vector.dequantize() if isinstance(vector, Quantized) else vector).to(self.device, self.kind.dtype)
 
+    def weight(self, name: str) -> Tensor:
+        """A tensor as the checkpoint has it, in float32."""
+        tensor = self.source.tensor(name)
+        return tensor.dequantize() if isinstance(tensor, Quantized) else tensor.float()
+
     def norm(self, name: str) -> Tensor:
         vector = self.vector(name)
         if vector is None:

@@ -117,6 +117,10 @@ class TransformersModel:
             raise ValueError(f"the head of {name} models is no plain product, so its rows cannot be borrowed")
         return head.linear.rows(tokens_n, self.dtype, self.device)
 
+    def weight(self, name: str) -> Tensor:
+        """Raises ValueError: the layers of such a model are its library's own."""
+        raise ValueError(f"weights of {self.config.architecture} models cannot be taken one by one, only the Llama family's")
+
     def new_cache(self, capacity: int) -> KVCache:
         """A cache of this model's shape with room for `capacity` rows."""
         return KVCache(

@@ -40,16 +40,39 @@ class Lesson(nn.Module):
         """Take over the weights of a checkpoint, `state_dict` of such a lesson."""
         self.load_state_dict(state)
 
+    @property
+    def precision(self) -> torch.dtype:
+        """Of products with the target's rows: autocast's where that is on."""
+        device = next(self.parameters()).device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
+DIVERGENCES = ("forward", "reverse", "tv")
+"""KL(p, q) but for a constant, KL(q, p), and the total variation, of a target's p and a draft's q."""
+
+
+def divergence(kind: str, p_nV: Tensor, log_q_nV: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of a divergence over rows, and its gradient by the logits that q came from."""
+    q_nV = log_q_nV.exp()
+    if kind == "forward":
+        return -(p_nV * log_q_nV).sum(), q_nV - p_nV
+    if kind == "reverse":
+        ratio_nV = log_q_nV - p_nV.clamp(min=1e-30).log()
+        each_n1 = (q_nV * ratio_nV).sum(-1, keepdim=True)
+        return each_n1.sum(), q_nV * (ratio_nV - each_n1)
+    short_nV = (q_nV < p_nV).to(q_nV.dtype)  # more of q there is accepted
+    return len(q_nV) - torch.minimum(p_nV, q_nV).sum(), q_nV * ((short_nV * q_nV).sum(-1, keepdim=True) - short_nV)
+
 
 class Match(torch.autograd.Function):
-    """Cross-entropy of a draft's distributions against the target's, without keeping either in memory.
+    """A divergence of a draft's distributions from the target's, without keeping either in memory.
 
     The gradient is found on the way forward, some rows at a time, since the loss is where all of it ends.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor
+        ctx: Any, hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor, kind: str
     ) -> tuple[Tensor, Tensor]:
         head = head_VC.detach().to(p_PV.dtype)
         grad_nC = torch.empty_like(hidden_nC)
@@ -60,10 +83,10 @@ class Match(torch.autograd.Function):
             x = hidden_nC[rows].to(p_PV.dtype)
             log_q = (x @ head.T).float().log_softmax(-1)
             p = p_PV[place_n[rows]].float()
-            loss -= (p * log_q).sum()
-            q = log_q.exp_()
-            accepted += torch.minimum(p, q).sum()
-            slope = q.sub_(p).to(p_PV.dtype)
+            lost, slope = divergence(kind, p, log_q)
+            loss += lost
+            accepted += torch.minimum(p, log_q.exp_()).sum()
+            slope = slope.to(p_PV.dtype)
             grad_nC[rows] = (slope @ head).to(hidden_nC.dtype)
             if grad_VC is not None:
                 grad_VC += (slope.T @ x).to(grad_VC.dtype)
@@ -73,16 +96,18 @@ class Match(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_nC, grad_VC = ctx.saved_tensors
-        return grad_nC * grad, None if grad_VC is None else grad_VC * grad, None, None
+        return grad_nC * grad, None if grad_VC is None else grad_VC * grad, None, None, None
 
 
-def match(hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over rows: cross-entropy, and the chance that rejection accepts what the draft says, 1 - TV(p, q).
+def match(
+    hidden_nC: Tensor, head_VC: Tensor, p_PV: Tensor, place_n: Tensor, *, kind: str = "forward"
+) -> tuple[Tensor, Tensor]:
+    """Sums over rows: one of DIVERGENCES, and the chance that rejection accepts what the draft says, 1 - TV(p, q).
 
-    hidden_nC: what the draft's head reads; head_VC: the head; p_PV: the target's distributions, place_n: each row's. Forward
-    KL divergence but for a constant: its gradient is q - p.
+    hidden_nC: what the draft's head reads; head_VC: the head; p_PV: the target's distributions, place_n: each row's.
+    `forward` is the cross-entropy.
     """
-    loss, accepted = Match.apply(hidden_nC, head_VC, p_PV, place_n)  # type: ignore[no-untyped-call]
+    loss, accepted = Match.apply(hidden_nC, head_VC, p_PV, place_n, kind)  # type: ignore[no-untyped-call]
     return loss, accepted
 
 
