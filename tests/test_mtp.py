@@ -1,4 +1,4 @@
-"""Multi-token prediction: what is trained is what is served, module behind module, exact under every rule, strict about files."""
+"""Multi-token prediction: what is trained is what is served, module by module, exact under every rule, strict about files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import draftwise as dw
+from draftwise.cache import PAGE
 from draftwise.cli import main
 from draftwise.drafters.mtp import MtpRunner
 from draftwise.drafters.mtp_files import read_mtp, write_mtp
@@ -106,3 +107,125 @@ def test_trees_under_every_rule(llm, draft, verify, tree):
         assert llm.pool(results).drafted > 100
         if verify == "match" or not params:
             assert [result.tokens for result in results] == [result.tokens for result in plain]
+
+
+@pytest.mark.parametrize("modules", [1, 2])
+def test_modules_that_were_off_catch_up(llm, draft, modules):
+    """Drafting is the same whether a text was read step by step or at once, by some modules or by all."""
+    drafted = llm.using(draft, options={"modules": modules}, draft_tokens=3)
+    request = drafted.request(PROMPT, raw=True, max_tokens=30, ignore_eos=True)
+    drafted.engine.submit(request)
+    drafter = drafted.engine._proposals.drafters[0]
+    assert drafter.network.shape.modules == modules
+    propose, calls = drafter.propose, []
+
+    def sometimes(seqs, limits):
+        calls.append(len(seqs[0].tokens))
+        return propose(seqs, [limit._replace(nodes=0, depth=0) if len(calls) % 5 else limit for limit in limits])
+
+    drafter.propose = sometimes
+    while drafted.engine.busy:
+        for event in drafted.engine.step():
+            result = event.result
+    assert result.tokens == llm.generate(PROMPT, raw=True, max_tokens=30, ignore_eos=True).tokens
+    assert result.stats.drafted > 0 and not drafter._states
+
+
+def rows_of(cache, slot: int) -> torch.Tensor:
+    """Keys and values of a slot's committed rows, in every layer."""
+    pages = cache.block_table(slot)
+    return cache.pool[:, :, :, [pages[row // PAGE] * PAGE + row % PAGE for row in range(cache.length(slot))]]
+
+
+@torch.inference_mode()
+def test_accepted_tokens_leave_every_module_s_rows_as_if_read_at_once(llm, draft):
+    """After uneven acceptance in a ragged batch the cache of each module holds what reading the text anew puts there."""
+    drafted = llm.using(draft, options={"tree": "2,2,1"}, draft_tokens=6)
+    drafter = drafted.engine._proposals.drafters[0]
+    for prompt in (PROMPT, "a", "In the beginning there was a list"):
+        drafted.engine.submit(drafted.request(prompt, raw=True, max_tokens=40, ignore_eos=True))
+    texts: dict[int, list[int]] = {}
+    propose = drafter.propose
+
+    def seen(seqs, limits):
+        texts.update({seq.id: list(seq.tokens) for seq in seqs})
+        return propose(seqs, limits)
+
+    drafter.propose = seen
+    for _ in range(14):
+        drafted.engine.step()
+    runner, model = drafter.network, llm.target.model
+    assert len(texts) == 3
+    for identity, text in texts.items():
+        cache = model.new_cache(128)
+        features = model.forward(cache.pack([Feed.chain(cache.alloc(), text[:-1])]), cache, ("final_norm",)).taps["final_norm"]
+        fresh = runner.new_cache(128)
+        slot = fresh.alloc()
+        whole = runner.read(fresh.pack([Feed.chain(slot, text[1:])]), fresh, torch.zeros(1, runner.width), features)
+        fresh.commit(slot, range(len(text) - 1))
+        state = drafter._states[identity]
+        assert drafter.cache.length(state.slot) == len(text) - 1
+
+        kept, expected = (rows_of(*place) for place in ((drafter.cache, state.slot), (fresh, slot)))
+        torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state.above, whole[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_small_files_hold_what_they_held_in_memory(llm, target, draft, tmp_path, quantize, capsys):
+    folder, small = draft.partition(":")[2], tmp_path / "small"
+    assert main(["export", draft, "--model", str(target), "--out", str(small), "--quantize", quantize]) == 0
+    network, config = read_mtp(small, llm.target)
+    assert config["draftwise"]["quantize"] == quantize
+    write_mtp(tmp_path / "again", network, llm.target, {}, quantize=quantize)
+    whole, first, again = (load_file(Path(path, "model.safetensors")) for path in (folder, small, tmp_path / "again"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items() if not name.endswith("minima"))
+    assert sum(tensor.nbytes for tensor in first.values()) < 0.4 * sum(tensor.nbytes for tensor in whole.values())
+    plain = llm.generate(PROMPT, raw=True, max_tokens=20)
+    result = llm.using(f"mtp:{small}", draft_tokens=3).generate(PROMPT, raw=True, max_tokens=20)
+    assert result.tokens == plain.tokens and result.stats.drafted > 0
+    assert main(["export", draft, "--model", str(target), "--out", str(tmp_path / "x"), "--layout", "eagle"]) == 2
+    assert "layout is 'eagle'; for mtp it must be draftwise" in capsys.readouterr().err
+
+
+def changed(folder: str, to: Path, *, tensors=lambda tensors: tensors, config=lambda config: config) -> Path:
+    to.mkdir()
+    save_file(tensors(load_file(f"{folder}/model.safetensors")), to / "model.safetensors")
+    (to / "config.json").write_text(json.dumps(config(json.loads(Path(folder, "config.json").read_text()))))
+    return to
+
+
+def own(config: dict, **changes) -> dict:
+    return config | {"draftwise": config["draftwise"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensors": lambda t: {k: v for k, v in t.items() if "1.eh_proj" not in k}}, "mtp_layers.1.eh_proj.weight is missing"),
+        ({"tensors": lambda t: t | {"extra.weight": torch.zeros(1)}}, "tensor extra.weight is not part"),
+        ({"tensors": lambda t: t | {"mtp_layers.0.enorm.weight": torch.ones(7)}}, "mtp_layers.0.enorm.weight is .7,."),
+        ({"config": lambda c: own(c, algorithm="eagle3")}, "draft for eagle3; use --drafter eagle3:"),
+        ({"config": lambda c: own(c, target=c["draftwise"]["target"] | {"tokenizer": "0"})}, "another tokenizer"),
+        ({"config": lambda c: own(c, target=c["draftwise"]["target"] | {"num_hidden_layers": 7})}, "num_hidden_layers 7"),
+        ({"config": lambda c: {key: v for key, v in c.items() if key != "head_dim"}}, "head_dim is missing"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(llm, draft, tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        llm.using(f"mtp:{changed(draft.partition(':')[2], tmp_path / 'wrong', **change)}")
+
+
+def test_options_say_what_is_wrong(llm, draft):
+    with pytest.raises(ValueError, match="steps is 2; with 3 modules it must be at least as many"):
+        Options(modules=3, steps=2)
+    with pytest.raises(ValueError, match="modules is 0; it must be at least 1"):
+        Options(modules=0)
+    with pytest.raises(ValueError, match="feature_weight is -1"):
+        Options(feature_weight=-1)
+    with pytest.raises(ValueError, match="modules is -1; it must be 0 or more"):
+        llm.using(draft, options={"modules": -1})
+    with pytest.raises(ValueError, match="modules is 5; the draft has 2"):
+        llm.using(draft, options={"modules": 5})
+    with pytest.raises(ValueError, match="no config.json"):
+        llm.using("mtp:/nowhere")

@@ -19,6 +19,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     | {"head_dim": 128},
 }
 
+# Other names of an architecture: MiMo is Qwen 2 with modules for multi-token prediction.
+_SAME = {"mimo": "qwen2"}
+
 # Names that other architectures use for the same thing.
 _ALIASES = {
     "hidden_size": ("n_embd", "d_model"),
@@ -40,6 +43,7 @@ def from_huggingface(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> M
     """
     text = raw.get("text_config") or raw
     architecture = str(raw.get("model_type") or "")
+    architecture = _SAME.get(architecture, architecture)
     if not architecture:
         raise ValueError("config.json names no model_type; it is not the configuration of a transformers model")
     known = architecture in _DEFAULTS

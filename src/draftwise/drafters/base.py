@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Target:
     """What a drafter is told of the model it drafts for. `vocab` is the number of ids that are ever emitted.
 
-    `cache` is the target's own: a drafter may read committed rows, and stage rows of its own between passes.
+    `cache` is the target's own: a drafter may read committed rows, and stage rows of its own between passes. `own` is the
+    folder that the target came from, for drafts that it brings itself; None where it came from no folder.
     """
 
     model: Model
@@ -29,6 +30,7 @@ class Target:
     context: int
     max_batch: int
     notice: Callable[[str], None]
+    own: DraftSource | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ Source: DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,11 +23,16 @@ from draftwise.drafters.decoder_layer import cached_attention
 from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.features import FeatureDrafter
 from draftwise.drafters.mtp_files import read_mtp, write_mtp
+from draftwise.drafters.mtp_layouts import Published, read_published
 from draftwise.drafters.mtp_network import Module, MtpNetwork
+from draftwise.drafters.trained import read_config
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
 from draftwise.models.linear import DTYPES, Embedding, WeightKind
+from draftwise.models.transformers import TransformersModel, build_layer
 from draftwise.types import Batch, Tap
+
+MISSING = "the mtp drafter needs a draft: --drafter mtp:FOLDER, of `draftwise train mtp` or of a model that brings modules"
 
 BlockPass = Callable[[Batch, KVCache, Tensor], tuple[Tensor, Tensor]]
 """A module's block over the residual stream [N, C] of a pass: the stream after it, and the same normed for the head."""
@@ -49,11 +54,20 @@ class MtpRunner:
     """An MtpNetwork on packed rows over a staged cache, in some kind of weight, with what it borrows of the target.
 
     What a row hands on is [what the head reads, output of each module that it ran, in order], with zeros for the rest.
+    foreign: the modules' blocks where the network has none, each a model of one layer.
     """
 
     taps: tuple[Tap, ...] = ("final_norm",)
 
-    def __init__(self, network: MtpNetwork, target: Model, *, vocab: int, kind: WeightKind) -> None:
+    def __init__(
+        self,
+        network: MtpNetwork,
+        target: Model,
+        *,
+        vocab: int,
+        kind: WeightKind,
+        foreign: Sequence[TransformersModel] = (),
+    ) -> None:
         shape = network.shape
         self.shape, self.kind, self.target = shape, kind, target
         self.width = (shape.modules + 1) * shape.block.hidden_size
@@ -64,14 +78,16 @@ class MtpRunner:
         self.head = DraftHead(target, network.d2t, own, vocab=vocab, kind=kind)
         network.serve(kind, target.device)
         self.modules = network.chain
-        self.blocks = [_block(module, index, kind, target.device) for index, module in enumerate(self.modules)]
+        self.blocks = [_foreign(model) for model in foreign]
+        if not foreign:
+            self.blocks = [_block(module, index, kind, target.device) for index, module in enumerate(self.modules)]
+        self.heads = foreign[0].config if foreign else shape.block
 
     def new_cache(self, capacity: int) -> KVCache:
-        block = self.shape.block
         return KVCache(
             layers=self.shape.modules,
-            kv_heads=block.num_kv_heads,
-            head_dim=block.head_dim,
+            kv_heads=self.heads.num_kv_heads,
+            head_dim=self.heads.head_dim,
             capacity=capacity,
             dtype=self.kind.dtype,
             device=self.target.device,
@@ -142,16 +158,48 @@ def _block(module: Module, index: int, kind: WeightKind, device: torch.device) -
     return plain
 
 
+def _foreign(model: TransformersModel) -> BlockPass:
+    """A block that is a model of one layer, with the norm that follows."""
+
+    def run(batch: Batch, cache: KVCache, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = model.forward(batch, cache, (1,), inputs_NC=x_NC)
+        return hidden.taps[1], hidden.final
+
+    return run
+
+
 def build(options: Options, target: Target, source: DraftSource | None) -> FeatureDrafter:
-    """Raises ValueError where no draft is named, or it is another algorithm's or another target's."""
-    if source is None:
-        raise ValueError("the mtp drafter needs a draft: --drafter mtp:FOLDER, as `draftwise train` writes it")
-    network, config = read_mtp(Path(source.path).expanduser(), target, modules=options.modules)
-    quantize = source.quantize or (config.get("draftwise") or {}).get("quantize")
-    dtype = DTYPES[source.dtype] if source.dtype else target.model.dtype
-    runner = MtpRunner(network, target.model, vocab=target.vocab, kind=WeightKind(dtype, quantize, compiled=source.compiled))
-    target.notice(f"draft {source.path}: {quantize or str(dtype).removeprefix('torch.')}")
+    """A draft that was trained, or modules that a model brings: of the folder named, or with none the target's own.
+
+    Raises ValueError where there are none, or they are another target's.
+    """
+    given = source or target.own
+    if given is None:
+        raise ValueError(MISSING)
+    folder, quantize = Path(given.path).expanduser(), given.quantize
+    dtype = DTYPES[given.dtype] if given.dtype else target.model.dtype
+    published = None if "draftwise" in read_config(folder) else read_published(folder, target, modules=options.modules)
+    layers: list[TransformersModel] = []
+    if published is not None:
+        network, kind = published.network, WeightKind(dtype, quantize, compiled=given.compiled)
+        layers = [_layer(published, index, kind, target) for index in range(len(published.blocks))]
+    elif source is None:
+        raise ValueError(f"{given.path} brings no modules for multi-token prediction; {MISSING}")
+    else:
+        network, config = read_mtp(folder, target, modules=options.modules)
+        quantize = quantize or (config.get("draftwise") or {}).get("quantize")
+        kind = WeightKind(dtype, quantize, compiled=given.compiled)
+    runner = MtpRunner(network, target.model, vocab=target.vocab, kind=kind, foreign=layers)
+    target.notice(f"draft {given.path}: {network.shape.modules} modules, {quantize or str(dtype).removeprefix('torch.')}")
     return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)
+
+
+def _layer(published: Published, index: int, kind: WeightKind, target: Target) -> TransformersModel:
+    block = published.blocks[index]
+    try:
+        return build_layer(published.folder, published.config, block.tensors, block.norm_C, index, kind, target.model.device)
+    except ValueError as error:
+        raise ValueError(f"{published.folder}: module {index}: {error}") from error
 
 
 def export(source: Path, out: Path, target: Target, *, layout: str, quantize: str | None, name: str) -> None:

@@ -24,7 +24,8 @@ class MtpShape:
 
     block: the shape of their decoder layers; its num_layers counts the modules. draft_vocab: tokens that can be drafted.
     own_head, own_embedding: they bring these; else they are the target's. hidden_first: the hidden state stands before the
-    embedding where both enter. recycle_normed: what the next row or module reads is what the head reads, normed.
+    embedding where both enter. recycle_normed: what the next row or module reads is what the head reads, normed. foreign: their
+    blocks, with the norms that follow, are run by others.
     """
 
     block: ModelConfig
@@ -34,6 +35,7 @@ class MtpShape:
     own_embedding: bool = False
     hidden_first: bool = False
     recycle_normed: bool = False
+    foreign: bool = False
 
     @property
     def modules(self) -> int:
@@ -49,15 +51,16 @@ class Block(DecoderLayer):
 
 
 class Module(nn.Module):
-    """One module: what enters it, and its norm before the head. Its block may be of another kind when it is served."""
+    """One module: what enters it, its block, and its norm before the head."""
 
     def __init__(self, shape: MtpShape) -> None:
         super().__init__()
         width, eps = shape.block.hidden_size, shape.block.norm_eps
         self.shape = shape
-        self.enorm, self.hnorm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps), RMSNorm(width, eps)
+        self.enorm, self.hnorm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = Block(shape.block)
+        if not shape.foreign:
+            self.block, self.norm = Block(shape.block), RMSNorm(width, eps)
 
     def mix(self, embedded_NC: Tensor, state_NC: Tensor) -> Tensor:
         """Where the residual stream of the block begins."""

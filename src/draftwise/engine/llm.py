@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -124,13 +125,25 @@ class LLM:
         self.drafter = ",".join(chosen.name for chosen in drafters)
         self.draft_tokens, self.verify = draft_tokens, verify
         cache = loaded.model.new_cache(loaded.cache_rows())
-        target = Target(loaded.model, cache, loaded.tokenizer, loaded.vocab, loaded.context, loaded.max_batch, loaded.notice)
+
+        def draft_at(path: str | Path) -> DraftSource:
+            return DraftSource(str(path), draft_dtype, draft_quantize, compiled=loaded.compiled)
+
+        target = Target(
+            loaded.model,
+            cache,
+            loaded.tokenizer,
+            loaded.vocab,
+            loaded.context,
+            loaded.max_batch,
+            loaded.notice,
+            draft_at(loaded.checkpoint.path) if loaded.checkpoint.format == "safetensors" else None,
+        )
         self.target = target
         """What drafters, and those who train them, are told of the model."""
         built: list[Drafter] = []
         for name, path, options in drafters:
-            source = DraftSource(path, draft_dtype, draft_quantize, compiled=loaded.compiled) if path else None
-            built.append(find_drafter(name).build(options, target, source))
+            built.append(find_drafter(name).build(options, target, draft_at(path) if path else None))
         cost = FLAT
         if any(drafter.max_depth for drafter in built) and draft_tokens is None:
             cost = cost_table(loaded.model, cache_dir() / "costs", fingerprint=loaded.checkpoint.fingerprint)

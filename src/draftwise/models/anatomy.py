@@ -74,9 +74,15 @@ class _Call(NamedTuple):
     extra: dict[str, Any]
 
 
-def final_hidden(base: nn.Module, tokens_N: Tensor, positions_N: Tensor, **extra: Any) -> Tensor:
-    """The rows after the final norm, [N, width]; extra arguments reach the attention function."""
-    out = base(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False, **extra)
+def final_hidden(
+    base: nn.Module, tokens_N: Tensor, positions_N: Tensor, inputs_NC: Tensor | None = None, /, **extra: Any
+) -> Tensor:
+    """The rows after the final norm, [N, width]; extra arguments reach the attention function.
+
+    inputs_NC: what goes into the first layer instead of the tokens' embedding.
+    """
+    given = {"input_ids": tokens_N[None]} if inputs_NC is None else {"inputs_embeds": inputs_NC[None]}
+    out = base(**given, position_ids=positions_N[None], use_cache=False, **extra)
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
 

@@ -6,9 +6,11 @@ products, which are ours. Shapes: N rows, C hidden width, H query heads, K key/v
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,15 +86,20 @@ class TransformersModel:
         self._head = head_of(model, anatomy.base)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
-        """Run the packed rows, staging their keys and values. Taps as in types.Tap."""
+    def forward(
+        self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = (), *, inputs_NC: Tensor | None = None
+    ) -> Hidden:
+        """Run the packed rows, staging their keys and values. Taps as in types.Tap.
+
+        inputs_NC: where the residual stream begins instead of at the embedding.
+        """
         taps = set(taps)
         tapped: dict[Tap, Tensor] = {}
         windows = self._anatomy.windows
         now = _Pass(batch, cache, AttentionMasks(batch, cache, windows, heads=self._anatomy.heads), windows)
         ruled = RowRuled(self._products.rules) if self._ruled else nullcontext()
         with self._listening(taps, tapped), ruled:
-            final = final_hidden(self._base, batch.tokens_N, batch.positions_N, draftwise_pass=now)
+            final = final_hidden(self._base, batch.tokens_N, batch.positions_N, inputs_NC, draftwise_pass=now)
         if "final_norm" in taps:
             tapped["final_norm"] = final
         return Hidden(final, tapped)
@@ -277,6 +284,69 @@ def build(checkpoint: Checkpoint, kind: WeightKind, device: torch.device) -> Tra
             break
     built.row_report.append(("whole pass", int(config.hidden_size), anatomy.vocab_size, RowRule(invariant=same).describe()))
     return built
+
+
+def build_layer(
+    folder: Path,
+    known: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    norm_C: Tensor,
+    index: int,
+    kind: WeightKind,
+    device: torch.device,
+) -> TransformersModel:
+    """One more decoder layer of the architecture in a folder, and a final norm, as a model that is handed its inputs.
+
+    tensors: the layer's, by the names that the checkpoint's own layers have within it. index: its place in the cache. Raises
+    ValueError for a tensor that is missing, left over or of another shape, by name, and for layers that cannot run.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    mixture = any(".experts." in name for name in tensors)
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id, config.tie_word_embeddings = 1, 1, None, False
+    changes = {
+        "layer_types": ["full_attention"],
+        "mlp_layer_types": ["sparse" if mixture else "dense"],
+        "first_k_dense_replace": 0 if mixture else 1,
+        "mlp_only_layers": [] if mixture else [0],
+        "decoder_sparse_step": 1,
+    }
+    for key, value in changes.items():
+        if getattr(config, key, None) is not None:
+            setattr(config, key, value)
+    anatomy = examine(config)
+    AttentionInterface.register(ATTENTION, _attention)
+    table = torch.zeros(1, config.hidden_size)
+    state = {f"{anatomy.layers}.0.{name}": tensor for name, tensor in tensors.items()}
+    state |= {f"{anatomy.base}.norm.weight": norm_C, f"{anatomy.base}.embed_tokens.weight": table, "lm_head.weight": table}
+    with torch.device("meta"):
+        kind_of_model = type(AutoModelForCausalLM.from_config(copy.deepcopy(config)))
+    with _quiet():
+        model, report = kind_of_model.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=kind.dtype,
+            attn_implementation=ATTENTION,
+            output_loading_info=True,
+        )
+    for key, what in (
+        ("missing_keys", "is missing"),
+        ("mismatched_keys", "is of another shape"),
+        ("unexpected_keys", "is not part of a layer"),
+    ):
+        for name in sorted(map(str, report[key])):
+            raise ValueError(f"tensor {name.removeprefix(f'{anatomy.layers}.0.')} {what}")
+    model.eval()
+    model.config.pad_token_id = None
+    attending = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    for module in attending:
+        module.layer_idx = index
+    products = convert(model, kind, device, foreign=False)
+    anatomy = replace(anatomy, windows=anatomy.windows * (index + 1))
+    known = replace(known, num_layers=1, num_kv_heads=anatomy.kv_heads, head_dim=anatomy.head_dim)
+    return TransformersModel(model, anatomy, known, products, dtype=kind.dtype, device=device, layers=[index])
 
 
 def _unquantised(checkpoint: Checkpoint, config: Any, device: torch.device) -> dict[str, Any]:
