@@ -67,8 +67,7 @@ class EagleLesson(FeatureLesson):
         for step, state_BAC in enumerate(self.unroll(batch)):
             yield step, self.network.before_head(state_BAC)
 
-    @property
-    def own_head(self) -> Tensor | None:
+    def own_head(self, step: int) -> Tensor | None:
         return self.network.lm_head.weight if self.network.shape.own_head else None
 
     def unroll(self, batch: Captured) -> Iterator[Tensor]:

@@ -49,23 +49,22 @@ class FeatureLesson(Lesson):
         """Step by step: how many tokens past its first guess each learning row guesses, and what the head reads, [B, A, C]."""
         raise NotImplementedError
 
-    @property
-    def own_head(self) -> Tensor | None:
-        """The head's weights where it is learnt, [V, C]; None where it is the target's."""
+    def own_head(self, step: int) -> Tensor | None:
+        """The weights of a step's head where it is learnt, [V, C]; None where it is the target's."""
         return None
 
     def forward(self, batch: Captured) -> dict[str, Tensor]:
         rows = Rows.of(batch)
         final_PE = rows.following(batch.features["final_norm"])
-        p_PV = distributions(final_PE, self.head_VE, self._dtype())
-        head = self.head_VE if self.own_head is None else self.own_head
+        p_PV = distributions(final_PE, self.head_VE, self.precision)
         count, total = max(len(final_PE), 1), 0.0
         loss, figures = p_PV.new_zeros((), dtype=torch.float32), {}
         for step, (ahead, before_head_BAC) in enumerate(self.guesses(batch)):
             guesses_BA, place_n = rows.ahead(ahead)
             before_head = before_head_BAC[guesses_BA].float()
-            lost, accepted = match(before_head, head, p_PV, place_n)
-            if self.feature_weight and self.own_head is None:
+            own = self.own_head(step)
+            lost, accepted = match(before_head, self.head_VE if own is None else own, p_PV, place_n)
+            if self.feature_weight and own is None:
                 wanted, scale = final_PE[place_n].float(), self.final_scale
                 missed = F.smooth_l1_loss(before_head / scale, wanted / scale, reduction="none")
                 lost = lost + self.feature_weight * missed.mean(-1).sum()
@@ -79,10 +78,6 @@ class FeatureLesson(Lesson):
 
     def _embed(self, tokens_BA: Tensor) -> Tensor:
         return self.target.model.embed(tokens_BA.reshape(-1)).view(*tokens_BA.shape, -1).float()
-
-    def _dtype(self) -> torch.dtype:
-        device = self.head_VE.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
 
 
 def rotations(rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
