@@ -28,11 +28,11 @@ from draftwise.train.data import Answer, Corpus
 from draftwise.train.lesson import DIVERGENCES, Lesson, distributions, match
 from draftwise.train.rows import frequent_tokens
 
-SAMPLE = 64
+SAMPLE = 256
 """Answers that the lens is fitted on."""
 AT_ONCE = 8
 """Of those, what one pass takes."""
-RIDGE = 0.01
+RIDGE = 0.001
 """Weight of keeping the lens small, against the mean square of what it reads."""
 
 
