@@ -8,8 +8,9 @@ Source: DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2; one module for all dep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,15 @@ from draftwise.drafters.base import Target
 from draftwise.drafters.mtp_files import write_mtp
 from draftwise.drafters.mtp_network import MtpNetwork, MtpShape
 from draftwise.models.layers import Rotary
-from draftwise.train.capture import Captured
-from draftwise.train.data import Corpus
+from draftwise.train.batches import is_held_out
+from draftwise.train.capture import Captured, capture, collate
+from draftwise.train.data import Answer, Corpus
 from draftwise.train.feature_lesson import FeatureLesson, feature_scales, rotations, unrolled_attention
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import ModelConfig
+
+SAMPLE, AT_ONCE, RIDGE = 64, 8, 1e-2
+"""Answers that the mixtures are fitted to before training, so many at a time, and how much they are held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,14 @@ class MtpLesson(FeatureLesson):
             out = module.block.leave(x, attended)
             yield index, out
 
+    def entering(self, batch: Captured, index: int) -> Tensor:
+        """What a module's mixture reads at each row, [B, R, 2 C]."""
+        caught: list[Tensor] = []
+        hook = self.network.chain[index].eh_proj.register_forward_pre_hook(lambda _, given: caught.append(given[0]))
+        next(islice(self.unroll(batch), index, None))
+        hook.remove()
+        return caught[0]
+
     def save(self, folder: Path, card: dict[str, Any]) -> None:
         network = MtpNetwork(self.network.shape)
         network.load_state_dict(self.network.state_dict())
@@ -128,19 +141,40 @@ def build(options: Options, target: Target, corpus: Corpus) -> MtpLesson:
     network.d2t = tokens
     final_scale = feature_scales(target, corpus, ("final_norm",))["final_norm"]
     begin(network, final_scale)
-    return MtpLesson(network, target, options, final_scale=final_scale).to(target.model.device)
+    lesson = MtpLesson(network, target, options, final_scale=final_scale).to(target.model.device)
+    learnt = [answer for place, answer in enumerate(corpus.answers) if not is_held_out(place) and len(answer.tokens) > 1]
+    fit(lesson, learnt[:: max(len(learnt) // SAMPLE, 1)][:SAMPLE])
+    return lesson
 
 
 @torch.no_grad()
 def begin(network: MtpNetwork, final_scale: float) -> None:
-    """First weights: hidden states pass through, all else adds little, and the norm's output is of the size the head knows."""
+    """First weights: blocks add little to what goes past them, and the norm's output is of the size the head knows."""
     for layer in network.modules():
         if isinstance(layer, nn.Linear):
             layer.weight.normal_(std=layer.in_features**-0.5)
     for module in network.chain:
-        module.block.self_attn.o_proj.weight.mul_(0.3)
-        module.block.mlp.down_proj.weight.mul_(0.3)
-        module.eh_proj.weight.mul_(0.1)
-        state = module.eh_proj.weight[:, network.shape.block.hidden_size :]
-        state += torch.eye(*state.shape)
+        module.block.self_attn.o_proj.weight.mul_(0.1)
+        module.block.mlp.down_proj.weight.mul_(0.1)
         module.norm.weight.fill_(final_scale)
+
+
+@torch.no_grad()
+def fit(lesson: MtpLesson, answers: Seq[Answer]) -> None:
+    """Set each module's mixture to what best foretells the target's next final state: ridge regression over some answers."""
+    device = lesson.tokens_V.device
+    shots = capture(lesson.target, answers, lesson.taps, most_tokens=512, dtype=torch.float32)
+    batches = [collate(shots[start : start + AT_ONCE], device) for start in range(0, len(shots), AT_ONCE)]
+    for index, module in enumerate(lesson.network.chain):
+        width = module.eh_proj.in_features
+        read_MM = torch.zeros(width, width, dtype=torch.float64, device=device)
+        both_MC = read_MM[:, : module.eh_proj.out_features].clone()
+        for batch in batches:
+            rows = Rows.of(batch)
+            x_PM = lesson.entering(batch, index)[:, rows.first :][rows.learns_BA].double()
+            y_PC = rows.following(batch.features["final_norm"]).double() / lesson.final_scale
+            read_MM += x_PM.T @ x_PM
+            both_MC += x_PM.T @ y_PC
+        damping = RIDGE * read_MM.diagonal().mean().clamp(min=1e-6)
+        damped_MM = read_MM + damping * torch.eye(width, dtype=torch.float64, device=device)
+        module.eh_proj.weight.copy_(torch.linalg.solve(damped_MM, both_MC).T)
