@@ -151,7 +151,7 @@ def test_a_head_learns_the_token_at_its_own_distance(llm, corpus):
 
 
 @pytest.mark.parametrize("verify", ["match", "rejection", "block"])
-@pytest.mark.parametrize("tree", ["chain", "2,2", "dynamic", "sequoia"])
+@pytest.mark.parametrize("tree", ["chain", "0 1 2 0.0 0.1 1.0 0.0.0", "dynamic", "sequoia"])
 def test_trees_under_every_rule(llm, draft, verify, tree):
     drafted = llm.using(f"medusa:{draft}", options={"tree": tree, "max_nodes": 8, "beam": 3}, verify=verify, draft_tokens=6)
     prompts = [PROMPT, "a", "In the beginning there was"]

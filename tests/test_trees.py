@@ -13,7 +13,7 @@ import torch
 from draftwise.drafters.averages import Pace, Rates
 from draftwise.drafters.growth import Beam, Fixed, Replanned, Tree, guess, rank_rates
 from draftwise.drafters.model import ModelDrafter
-from draftwise.drafters.shapes import best_shape, levels
+from draftwise.drafters.shapes import best_shape, levels, parse_places
 from draftwise.drafters.trees import Trees
 from draftwise.engine.step import decide
 from draftwise.types import Draft, Drawn, Limit, Outcome, Request, SamplingParams
@@ -79,6 +79,20 @@ def test_fixed_widths_are_kept_whole_within_the_limit_and_cut_to_the_best_beyond
     assert best_shape(rates, Limit(63, 3), levels((3, 1))) == {(): 3, (0,): 1, (1,): 1, (2,): 1}
     assert best_shape(rates, Limit(4, 3), levels((3, 1))) == {(): 2, (0,): 1, (1,): 1}
     assert best_shape(rates, Limit(63, 1), levels((3, 1))) == {(): 3}
+
+
+def test_a_tree_of_given_places_is_kept_whole_within_the_limit_and_cut_to_the_best_beyond():
+    assert parse_places("1 0.0 0 0.1 0.0.0") == {(): 2, (0,): 2, (0, 0): 1}
+    trees = Trees(tree="0 1 2 0.0 0.1 1.0 0.0.0")
+    assert (trees.depth, trees.most_read) == (3, 7)
+    seq = sequence(SamplingParams())
+    whole = trees.start(seq, Limit(63, 5), Rates(), drafter=0).plan.shape
+    assert whole == {(): 3, (0,): 2, (1,): 1, (0, 0): 1}
+    assert trees.start(seq, Limit(3, 5), Rates(), drafter=0).plan.shape == {(): 1, (0,): 1, (0, 0): 1}
+    wrong = {"0 1.0": "1.0 without 1", "0 0.1": "0.1 without 0.0", "0 2": "2 without 1", "0 .": "not a list", "0 -1": "not a list"}
+    for text, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            Trees(tree=text)
 
 
 def test_nodes_and_levels_that_bring_less_than_their_price_are_left_out():

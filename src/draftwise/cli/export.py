@@ -19,7 +19,7 @@ from draftwise.cli import options
 @click.option("--model", default="smollm2", show_default=True, metavar="MODEL", help="The target that it was trained for.")
 @click.option("--out", required=True, metavar="DIR", help="Where to write it.")
 @click.option("--layout", default="draftwise", show_default=True, metavar="NAME",
-              help="draftwise, or another engine's: eagle (SafeAILab), speculators (vLLM).")
+              help="draftwise, or another engine's: eagle (SafeAILab), speculators (vLLM), medusa (FasterDecoding).")
 @click.option("--quantize", type=click.Choice(["int8", "int4"]), help="Matrices in groups of integers.")
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
 @options.json_option

@@ -23,7 +23,7 @@ from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.growth import Tree, grow
 from draftwise.drafters.medusa_files import export, read_medusa
 from draftwise.drafters.medusa_network import MedusaNetwork
-from draftwise.drafters.trees import Trees
+from draftwise.drafters.trees import HELP, Trees
 from draftwise.models.base import Model
 from draftwise.models.linear import DTYPES, WeightKind
 from draftwise.sequence import Sequence
@@ -37,10 +37,7 @@ class Options(Trees):
     """Options of Medusa drafts."""
 
     max_tokens: int = field(default=5, metadata={"help": "deepest draft, in tokens; no deeper than there are heads"})
-    tree: str = field(
-        default="dynamic",
-        metadata={"help": "chain; widths by depth, such as 4,2,1; sequoia (best shape by rank); dynamic (by confidence)"},
-    )
+    tree: str = field(default="dynamic", metadata={"help": HELP})
     beam: int = field(default=8, metadata={"help": "nodes that a dynamic tree expands at each depth, and children of each"})
 
 

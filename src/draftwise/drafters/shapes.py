@@ -31,6 +31,31 @@ def parse_widths(text: str) -> tuple[int, ...]:
     return widths
 
 
+def parse_places(text: str) -> Shape:
+    """The shape of exactly these places, ranks by depth with dots between and spaces between places: "0 0.0 0.1 1".
+
+    Medusa's sparse trees are such lists. Raises ValueError naming a place whose parent or elder sibling is not there.
+    """
+    try:
+        places = {tuple(int(rank) for rank in part.split(".")) for part in text.split()}
+    except ValueError:
+        places = set()
+    if not places or min(min(place) for place in places) < 0:
+        raise ValueError(f"{text!r} is not a list of places such as '0 0.0 0.1 1'")
+    shape: Shape = {}
+    for place in sorted(places):
+        above, rank = place[:-1], place[-1]
+        if (above and above not in places) or (rank and (*above, rank - 1) not in places):
+            missing = above if above and above not in places else (*above, rank - 1)
+            raise ValueError(f"{text!r} has {_dotted(place)} without {_dotted(missing)}")
+        shape[above] = rank + 1
+    return shape
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
 def best_shape(rates: Seq[float], limit: Limit, most: Callable[[Place], int]) -> Shape:
     """The shape within `limit` and within `most` children at each place that is expected to bring the most, less its prices.
 

@@ -1,13 +1,17 @@
-"""How a drafter's trees look, as its users choose it: a chain, fixed widths, the best shape by rank, or by confidence."""
+"""How a drafter's trees look, as its users choose it: a chain, a fixed tree, the best shape by rank, or by confidence."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
 
 from draftwise.drafters.averages import Rates
 from draftwise.drafters.growth import DRAWS, Beam, Fixed, Plan, Replanned, Tree, manner, rank_rates
-from draftwise.drafters.shapes import best_shape, levels, parse_widths
+from draftwise.drafters.shapes import Place, best_shape, levels, parse_places, parse_widths
 from draftwise.sequence import Sequence
 from draftwise.types import Drawn, Limit
 
@@ -15,6 +19,10 @@ KINDS = ("chain", "sequoia", "dynamic")
 MOST_NODES = 63
 MOST_SIBLINGS = 8
 """Of a Sequoia tree."""
+HELP = (
+    "chain; widths by depth, such as 4,2,1; ranks by place, such as '0 0.0 0.1 1'; sequoia (best shape by rank); "
+    "dynamic (by confidence)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +30,7 @@ class Trees:
     """The options of a drafter that grows trees. Raises ValueError naming what is wrong."""
 
     max_tokens: int = field(default=8, metadata={"help": "deepest draft, in tokens"})
-    tree: str = field(
-        default="chain",
-        metadata={"help": "chain; widths by depth, such as 4,2,1; sequoia (best shape by rank); dynamic (by confidence)"},
-    )
+    tree: str = field(default="chain", metadata={"help": HELP})
     max_nodes: int = field(default=16, metadata={"help": "most nodes of a sequoia or dynamic tree"})
     beam: int = field(default=4, metadata={"help": "nodes that a dynamic tree expands at each depth, and children of each"})
     draws: str = field(
@@ -48,25 +53,20 @@ class Trees:
             raise ValueError(f"tree {self.tree!r} may grow {self.most_read} nodes a step; make it smaller, up to {MOST_NODES}")
 
     @property
-    def widths(self) -> tuple[int, ...] | None:
-        """Children by depth, where they are fixed."""
-        if self.tree in KINDS:
-            return None
-        try:
-            return parse_widths(self.tree)
-        except ValueError as error:
-            raise ValueError(f"tree {error}; it may also be one of: {', '.join(KINDS)}") from None
+    def fixed(self) -> FixedTree | None:
+        """The tree, where it is fixed."""
+        return None if self.tree in KINDS else _parse(self.tree)
 
     @property
     def depth(self) -> int:
         """Of the deepest tree."""
-        return len(self.widths) if self.widths else self.max_tokens
+        return self.fixed.depth if self.fixed else self.max_tokens
 
     @property
     def most_read(self) -> int:
         """Nodes of one tree that are grown, and at most read by the drafter to grow further, in a step."""
-        if self.widths:
-            return _nodes(self.widths)
+        if self.fixed:
+            return self.fixed.nodes
         return {"chain": self.max_tokens, "sequoia": self.max_nodes, "dynamic": self.beam * self.max_tokens}[self.tree]
 
     def start(self, seq: Sequence, limit: Limit, odds: Rates, *, drafter: int) -> Tree:
@@ -74,7 +74,7 @@ class Trees:
         limit = limit._replace(depth=min(limit.depth, self.depth))
         if self.tree == "chain":
             limit = limit._replace(nodes=min(limit.nodes, limit.depth))
-        elif not self.widths:
+        elif not self.fixed:
             limit = limit._replace(nodes=min(limit.nodes, self.max_nodes))
         how = manner(seq, self.draws)
         plan: Plan
@@ -82,18 +82,36 @@ class Trees:
             level_by_level = Replanned if how is Drawn.CHAIN else Beam
             plan = level_by_level(1 if self.tree == "chain" else self.beam, least_confidence=self.min_confidence)
         else:
-            widths = self.widths or (MOST_SIBLINGS,) * limit.depth
-            plan = Fixed(best_shape(rank_rates(odds, how, max(widths)), limit, levels(widths)))
+            tree = self.fixed or FixedTree.of((MOST_SIBLINGS,) * limit.depth)
+            plan = Fixed(best_shape(rank_rates(odds, how, tree.siblings), limit, tree.children))
         return Tree(seq, limit, plan, odds, draws=self.draws, drafter=drafter)
 
 
-def _nodes(widths: Seq[int]) -> int:
-    """Nodes of the tree with widths[d] children at each node of depth d."""
-    total, width = 0, 1
-    for count in widths:
-        width *= count
-        total += width
-    return total
+class FixedTree(NamedTuple):
+    """A tree as settled by its user: the most children at each place, and its size."""
+
+    children: Callable[[Place], int]
+    depth: int
+    nodes: int
+    siblings: int
+
+    @staticmethod
+    def of(widths: Seq[int]) -> FixedTree:
+        """The tree with widths[d] children at each node of depth d."""
+        return FixedTree(levels(widths), len(widths), sum(accumulate(widths, mul)), max(widths))
+
+
+@cache
+def _parse(text: str) -> FixedTree:
+    try:
+        if not set(". ") & set(text):
+            return FixedTree.of(parse_widths(text))
+        shape = parse_places(text)
+    except ValueError as error:
+        raise ValueError(f"tree {error}; it may also be one of: {', '.join(KINDS)}") from None
+    return FixedTree(
+        lambda place: shape.get(place, 0), 1 + max(map(len, shape)), sum(shape.values()), max(shape.values())
+    )
 
 
 CHAIN = Trees()
