@@ -181,7 +181,7 @@ def test_the_command_exports(target, llm, tmp_path, capsys):
 @pytest.mark.lab
 @pytest.mark.filterwarnings("ignore")  # that library's own
 def test_the_speculators_library_loads_what_is_written_and_drafts_the_same(llm, target, tmp_path):
-    """Needs `pip install speculators`. The first logits of each row of a text."""
+    """`make test-lab` installs it. The first logits of each row of a text."""
     from speculators import SpeculatorModel
 
     network = random_draft("eagle3", taps=(1, 3, 5))

@@ -149,6 +149,7 @@ def test_a_thousand_tokens(drafter, params):
 
 
 @pytest.mark.lab
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("weights", [{}, {"dtype": "bf16"}], ids=str)
 def test_the_qwen_pair(lab_model, weights):
     target = dw.load(str(lab_model("qwen2.5-coder-1.5b")), context=1024, **weights)
