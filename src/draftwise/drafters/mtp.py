@@ -81,13 +81,13 @@ class MtpRunner:
         self.blocks = [_foreign(model) for model in foreign]
         if not foreign:
             self.blocks = [_block(module, index, kind, target.device) for index, module in enumerate(self.modules)]
-        self.heads = foreign[0].config if foreign else shape.block
+        self.layer = foreign[0].config if foreign else shape.block
 
     def new_cache(self, capacity: int) -> KVCache:
         return KVCache(
             layers=self.shape.modules,
-            kv_heads=self.heads.num_kv_heads,
-            head_dim=self.heads.head_dim,
+            kv_heads=self.layer.num_kv_heads,
+            head_dim=self.layer.head_dim,
             capacity=capacity,
             dtype=self.kind.dtype,
             device=self.target.device,

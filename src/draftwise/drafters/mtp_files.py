@@ -37,11 +37,8 @@ BLOCK = {
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_positions",
     "rope_parameters": "rope",
-    "attention_bias": "attention_bias",
-    "query_key_norm": "query_key_norm",
 }
 """The configuration's key for each part of a module's shape."""
-FLAGS = ("own_head", "own_embedding", "hidden_first", "recycle_normed")
 
 
 def write_mtp(
@@ -59,7 +56,6 @@ def write_mtp(
         "rope_parameters": dict(shape.block.rope),
         "vocab_size": shape.target_vocab,
         "draft_vocab_size": shape.draft_vocab,
-        **{flag: getattr(shape, flag) for flag in FLAGS},
         "draftwise": {"algorithm": "mtp", "quantize": quantize, "target": made_for(target), "card": dict(card)},
     }
     write_draft(folder, tensors, config)
@@ -90,7 +86,6 @@ def _shape(folder: Path, config: Mapping[str, Any], target: Target) -> MtpShape:
         block = ModelConfig(
             architecture="mtp", vocab_size=target.vocab, **{name: config[key] for key, name in BLOCK.items()}
         )
-        flags = {flag: bool(config[flag]) for flag in FLAGS}
-        return MtpShape(block=block, target_vocab=target.vocab, draft_vocab=int(config["draft_vocab_size"]), **flags)
+        return MtpShape(block=block, target_vocab=target.vocab, draft_vocab=int(config["draft_vocab_size"]))
     except KeyError as error:
         raise ValueError(f"{folder}: {error.args[0]} is missing; these are no complete MTP modules") from error
