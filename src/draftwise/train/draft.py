@@ -22,13 +22,14 @@ from draftwise.drafters.base import Target
 from draftwise.drafters.distilled_files import write_distilled
 from draftwise.drafters.distilled_network import DistilledNetwork
 from draftwise.models.layers import Rotary
-from draftwise.train.batches import is_held_out
+from draftwise.train.batches import spread
 from draftwise.train.capture import Captured, capture, collate
 from draftwise.train.data import Answer, Corpus
 from draftwise.train.lesson import DIVERGENCES, Lesson, distributions, match
+from draftwise.train.ridge import Ridge
 from draftwise.train.rows import frequent_tokens
 
-SAMPLE = 256
+SAMPLE = 128
 """Answers that the lens is fitted on."""
 AT_ONCE = 8
 """Of those, what one pass takes."""
@@ -78,7 +79,7 @@ class DraftLesson(Lesson):
     def forward(self, batch: Captured) -> dict[str, Tensor]:
         learns_BT = learning(batch)
         final_PC = batch.features["final_norm"][learns_BT]
-        p_PV = distributions(final_PC, self.head_VC, self._dtype())
+        p_PV = distributions(final_PC, self.head_VC, self.precision)
         said_PC = self.network(*self.inputs(batch))[learns_BT].float()
         loss, accepted = match(said_PC, self.head_VC, p_PV, torch.arange(len(p_PV), device=p_PV.device), kind=self.options.loss)
         if self.options.feature_weight:
@@ -100,10 +101,6 @@ class DraftLesson(Lesson):
     def save(self, folder: Path, card: dict[str, Any]) -> None:
         self.network.d2t = self.tokens_V
         write_distilled(folder, self.network, self.target, card)
-
-    def _dtype(self) -> torch.dtype:
-        device = self.head_VC.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
 
 
 def learning(batch: Captured) -> Tensor:
@@ -135,8 +132,7 @@ def build(options: Options, target: Target, corpus: Corpus) -> DraftLesson:
     network.d2t = tokens_V
     begin(network, chosen, target)
     lesson = DraftLesson(network, target, options).to(target.model.device)
-    learnt = [answer for place, answer in enumerate(corpus.answers) if not is_held_out(place) and len(answer.tokens) > 1]
-    fit_lens(lesson, learnt[:: max(len(learnt) // SAMPLE, 1)][:SAMPLE])
+    fit_lens(lesson, spread(corpus.answers, SAMPLE))
     return lesson
 
 
@@ -171,18 +167,14 @@ def begin(network: DistilledNetwork, chosen: Iterable[int], target: Target) -> N
 def fit_lens(lesson: DraftLesson, answers: list[Answer]) -> None:
     """Set the adapter to what best takes the draft's last states to the target's: ridge regression over some answers."""
     width, device = lesson.network.config.hidden_size, lesson.tokens_V.device
-    read_CC, both_CC = (torch.zeros(width, width, dtype=torch.float64, device=device) for _ in range(2))
+    lens = Ridge(width, width, device)
     sizes: list[Tensor] = []
     for start in range(0, len(answers), AT_ONCE):
         some = answers[start : start + AT_ONCE]
         batch = collate(capture(lesson.target, some, lesson.taps, most_tokens=512, dtype=torch.float32), device)
         learns_BT = learning(batch)
-        x_PC = lesson.network.read(*lesson.inputs(batch))[learns_BT].double()
-        y_PC = batch.features["final_norm"][learns_BT].double()
-        read_CC += x_PC.T @ x_PC
-        both_CC += x_PC.T @ y_PC
+        y_PC = batch.features["final_norm"][learns_BT]
+        lens.add(lesson.network.read(*lesson.inputs(batch))[learns_BT], y_PC)
         sizes.append(y_PC.square().mean(-1).sqrt())
-    damping = RIDGE * read_CC.diagonal().mean().clamp(min=1e-6)
-    solved_CC = torch.linalg.solve(read_CC + damping * torch.eye(width, dtype=torch.float64, device=device), both_CC)
-    lesson.network.adapter.weight.copy_(solved_CC.T)
+    lesson.network.adapter.weight.copy_(lens.solve(RIDGE))
     lesson.final_scale.fill_(float(torch.cat(sizes).median().clamp(min=1e-6)))
