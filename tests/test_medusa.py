@@ -76,7 +76,7 @@ def said(network: MedusaNetwork, llm: dw.LLM) -> torch.Tensor:
 
 @pytest.mark.parametrize("own_head", [True, False])
 def test_a_head_is_what_the_paper_says(llm, own_head):
-    """x + SiLU(W x + b), block after block, then its rows or the target's; what the draft does not know is impossible."""
+    """x + SiLU(W x + b), block after block, then its rows, or a matrix and the target's; other tokens are impossible."""
     network = random_draft(heads=2, layers=2, vocab=120, own_head=own_head)
     torch.manual_seed(4)
     rows = torch.randn(5, 64)
@@ -87,7 +87,7 @@ def test_a_head_is_what_the_paper_says(llm, own_head):
         for block in range(2):
             y = x @ state[f"{k}.{block}.linear.weight"].T + state[f"{k}.{block}.linear.bias"]
             x = x + y * torch.sigmoid(y)
-        head = state[f"{k}.2.weight"] if own_head else llm.target.model.head_rows(network.d2t)
+        head = state[f"{k}.2.weight"] if own_head else llm.target.model.head_rows(network.d2t) @ state[f"{k}.2.weight"]
         torch.testing.assert_close(logits[k][:, network.d2t], x @ head.T, rtol=1e-4, atol=1e-4)
         assert int(torch.isinf(logits[k]).sum()) == 5 * 180
 
@@ -123,7 +123,7 @@ def test_training_and_serving_compute_the_same(target, corpus, tmp_path, options
                 expected = trained[k][place, column + at] @ (head if own is None else own).T
                 torch.testing.assert_close(rows_of_head[0][lesson.tokens_V], expected, rtol=1e-3, atol=1e-3)
                 compared += 1
-    assert compared > 40
+    assert compared > 25
 
 
 def test_a_head_learns_the_token_at_its_own_distance(llm, corpus):
@@ -288,7 +288,7 @@ def own(config: dict, **changes) -> dict:
         ({"tensors": lambda t: {key: v for key, v in t.items() if key != "d2t"}}, "tensor d2t is missing"),
         ({"tensors": lambda t: t | {"d2t": t["d2t"][:50].clone()}}, r"tensor d2t is \(50,\) where \(100,\)"),
         ({"tensors": lambda t: t | {"d2t": t["d2t"] + 250}}, "d2t names tokens beyond the target's 300"),
-        ({"tensors": lambda t: t | {"0.1.weight": torch.zeros(1)}}, "tensor 0.1.weight is not part of a draft for medusa"),
+        ({"tensors": lambda t: t | {"0.3.weight": torch.zeros(1)}}, "tensor 0.3.weight is not part of a draft for medusa"),
         ({"tensors": lambda t: t | {"1.0.linear.weight": torch.zeros(64, 96)}}, r"1.0.linear.weight is \(64, 96\)"),
         ({"config": lambda c: {key: v for key, v in c.items() if key != "medusa_num_layers"}}, "no medusa_num_layers"),
         ({"config": lambda c: own(c, algorithm="eagle3")}, "draft for eagle3; use --drafter eagle3:"),
@@ -339,7 +339,7 @@ def test_a_draft_for_another_target_or_drafter_is_refused(llm, draft, tmp_path):
 def test_options_say_what_is_wrong(llm, draft):
     for options, message in [
         ({"num_heads": 0}, "num_heads is 0"),
-        ({"num_layers": 0}, "num_layers is 0"),
+        ({"num_layers": -1}, "num_layers is -1"),
         ({"vocab": 0}, "vocab is 0"),
         ({"decay": -1.0}, "decay is -1.0"),
     ]:

@@ -89,7 +89,7 @@ def test_a_tree_of_given_places_is_kept_whole_within_the_limit_and_cut_to_the_be
     whole = trees.start(seq, Limit(63, 5), Rates(), drafter=0).plan.shape
     assert whole == {(): 3, (0,): 2, (1,): 1, (0, 0): 1}
     assert trees.start(seq, Limit(3, 5), Rates(), drafter=0).plan.shape == {(): 1, (0,): 1, (0, 0): 1}
-    wrong = {"0 1.0": "1.0 without 1", "0 0.1": "0.1 without 0.0", "0 2": "2 without 1", "0 .": "not a list", "0 -1": "not a list"}
+    wrong = {"0 1.0": "1.0 without 1", "0 0.1": "0.1 without 0.0", "0 2": "2 without 1", "0 .": "list", "0 -1": "list"}
     for text, message in wrong.items():
         with pytest.raises(ValueError, match=message):
             Trees(tree=text)

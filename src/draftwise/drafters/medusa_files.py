@@ -1,8 +1,8 @@
 """Medusa drafts on disk: our folder, and the layout of FasterDecoding's Medusa.
 
-Both have `config.json` and tensors of the same names. Ours, in `model.safetensors`, may borrow the target's head, know part of
-its vocabulary (`d2t`, offsets as in EAGLE's files) and hold its matrices in int8 or int4; theirs, in `medusa_lm_head.pt` or
-`medusa_lm_head.safetensors`, brings a head of the target's whole vocabulary for each token ahead.
+Both have `config.json` and tensors of the same names. Ours, in `model.safetensors`, may end in matrices before the target's
+own rows, know part of its vocabulary (`d2t`, offsets as in EAGLE's files) and hold its matrices in int8 or int4; theirs, in
+`medusa_lm_head.pt` or `medusa_lm_head.safetensors`, ends in rows for the target's whole vocabulary for each token ahead.
 """
 
 from __future__ import annotations
@@ -66,11 +66,10 @@ def write_published(folder: Path, network: MedusaNetwork, target: Target, *, nam
             f"train it with -o vocab={target.vocab}, or without -o own_head"
         )
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in network.state_dict().items()}
-    for k in range(shape.num_heads):
-        rows = network.own_rows(k)
-        if rows is None:
-            rows = target.model.head_rows(torch.arange(vocab, device=target.model.device))
-        tensors[f"{k}.{shape.num_layers}.weight"] = rows.detach().cpu().float().clone()
+    if not shape.own_head:
+        rows_VC = target.model.head_rows(torch.arange(vocab, device=target.model.device)).cpu().float()
+        ends = {f"{k}.{shape.num_layers}.weight": network.end(k).detach().cpu() for k in range(shape.num_heads)}
+        tensors |= {name: rows_VC @ end_CC for name, end_CC in ends.items()}
     write_draft(folder, tensors, _published_config(shape) | {"base_model_name_or_path": name}, weights=PUBLISHED[0])
 
 

@@ -1,7 +1,8 @@
 """The network of Medusa drafts: from the target's last hidden state, a head for each of the tokens that follow the next one.
 
 The same object is trained and served. Its parameters bear the names of published files: `{head}.{block}.linear.weight` and
-`.bias`, and `{head}.{blocks}.weight` where a head does not borrow the target's. Shapes: N rows, C the target's width.
+`.bias` of residual blocks, and `{head}.{blocks}.weight` of the product at their end: the head's own rows, or, where it borrows
+the target's, what comes between the blocks and these. Shapes: N rows, C the target's width, V tokens that the draft knows.
 Source: Cai et al. 2024, arXiv 2401.10774, section 2.1.
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MedusaShape:
     """What a draft is made of. num_layers: residual blocks of each head. draft_vocab: tokens that it can draft. own_head:
-    each head brings rows of its own for them; else the target's rows of those tokens serve all heads."""
+    each head ends in rows of its own for them, [V, C]; else in a matrix [C, C] before the target's rows, which serve all."""
 
     hidden_size: int
     num_heads: int
@@ -27,9 +28,9 @@ class MedusaShape:
     own_head: bool
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name, least in (("num_heads", 1), ("num_layers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
 class ResBlock(nn.Module):
@@ -46,7 +47,7 @@ class ResBlock(nn.Module):
 
 
 class MedusaNetwork(nn.ModuleList):
-    """A list of heads, each a list of its blocks and, where `own_head`, of its rows.
+    """A list of heads, each a list of its blocks and the product at their end.
 
     `d2t` holds per row of a head the target's id of that token, int64 [draft_vocab]. The target's head is not part of it.
     """
@@ -61,19 +62,23 @@ class MedusaNetwork(nn.ModuleList):
     def before_head(self, final_NC: Tensor, count: int | None = None) -> Iterator[Tensor]:
         """Of each of the first `count` heads what its rows are multiplied with, [N, C]: that of head k stands for the token
         k + 2 places after the row's own. final_NC: rows after the target's final norm."""
-        for k in range(self.shape.num_heads if count is None else count):
+        shape = self.shape
+        for k in range(shape.num_heads if count is None else count):
             x_NC = final_NC
-            for block in range(self.shape.num_layers):
-                x_NC = self.get_submodule(f"{k}.{block}")(x_NC)
+            for part in range(shape.num_layers + (not shape.own_head)):
+                x_NC = self.get_submodule(f"{k}.{part}")(x_NC)
             yield x_NC
 
+    def end(self, k: int) -> Tensor:
+        """The weights at the end of head k."""
+        return self.get_parameter(f"{k}.{self.shape.num_layers}.weight")
+
     def own_rows(self, k: int) -> Tensor | None:
-        """The rows of head k, [draft_vocab, C]; None where they are the target's."""
-        return self.get_parameter(f"{k}.{self.shape.num_layers}.weight") if self.shape.own_head else None
+        """The rows of head k, [V, C]; None where they are the target's."""
+        return self.end(k) if self.shape.own_head else None
 
 
 def _head(shape: MedusaShape) -> nn.ModuleList:
-    parts: list[nn.Module] = [ResBlock(shape.hidden_size) for _ in range(shape.num_layers)]
-    if shape.own_head:
-        parts.append(nn.Linear(shape.hidden_size, shape.draft_vocab, bias=False))
-    return nn.ModuleList(parts)
+    outputs = shape.draft_vocab if shape.own_head else shape.hidden_size
+    blocks = [ResBlock(shape.hidden_size) for _ in range(shape.num_layers)]
+    return nn.ModuleList([*blocks, nn.Linear(shape.hidden_size, outputs, bias=False)])

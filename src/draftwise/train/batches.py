@@ -27,6 +27,12 @@ def is_held_out(place: int) -> bool:
     return place % HELD_OUT == HELD_OUT // 2
 
 
+def spread(answers: Seq[Answer], count: int) -> list[Answer]:
+    """About `count` answers from all over a corpus, none of them held out."""
+    learnt = [answer for place, answer in enumerate(answers) if not is_held_out(place) and len(answer.tokens) > 1]
+    return learnt[:: max(len(learnt) // count, 1)][:count]
+
+
 @dataclass(slots=True)
 class Place:
     """How far training has come in the data."""

@@ -7,7 +7,7 @@ tokens that the draft knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,15 @@ from torch import Tensor
 from draftwise.drafters.base import Target
 from draftwise.drafters.medusa_files import write_medusa
 from draftwise.drafters.medusa_network import MedusaNetwork, MedusaShape
-from draftwise.train.capture import Captured
-from draftwise.train.data import Corpus
+from draftwise.train.batches import spread
+from draftwise.train.capture import Captured, capture, collate
+from draftwise.train.data import Answer, Corpus
 from draftwise.train.feature_lesson import FeatureLesson, feature_scales
+from draftwise.train.ridge import Ridge
 from draftwise.train.rows import Rows, frequent_tokens
+
+SAMPLE, AT_ONCE, RIDGE = 256, 8, 1e-2
+"""Answers that the first weights are fitted on, those of a batch, and the damping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +41,10 @@ class Options:
     own_head: bool = field(default=False, metadata={"help": "learn rows for each head instead of borrowing the target's"})
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers", "vocab"):
+        for name in ("num_heads", "vocab"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("decay", "feature_weight"):
+        for name in ("num_layers", "decay", "feature_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
@@ -69,7 +74,7 @@ class MedusaLesson(FeatureLesson):
 
 
 def build(options: Options, target: Target, corpus: Corpus) -> MedusaLesson:
-    """An untrained draft for the tokens that the answers use most; heads of their own begin as the target's."""
+    """Heads for the tokens that the answers use most that have learnt no more than a linear map."""
     tokens_V = frequent_tokens(target, corpus, options.vocab)
     network = MedusaNetwork(
         MedusaShape(
@@ -81,10 +86,25 @@ def build(options: Options, target: Target, corpus: Corpus) -> MedusaLesson:
         )
     )
     network.d2t = tokens_V
-    lesson = MedusaLesson(network, target, options, final_scale=feature_scales(target, corpus, ("final_norm",))["final_norm"])
-    with torch.no_grad():
-        for k in range(options.num_heads):
-            own = network.own_rows(k)
-            if own is not None:
-                own.copy_(lesson.head_VE)
-    return lesson.to(target.model.device)
+    scales = feature_scales(target, corpus, ("final_norm",))
+    lesson = MedusaLesson(network, target, options, final_scale=scales["final_norm"]).to(target.model.device)
+    fit(lesson, spread(corpus.answers, SAMPLE))
+    return lesson
+
+
+@torch.no_grad()
+def fit(lesson: MedusaLesson, answers: Seq[Answer]) -> None:
+    """Set the end of each head to what best foretells the target's later final state: ridge regression over some answers."""
+    device, network = lesson.tokens_V.device, lesson.network
+    maps = [Ridge(network.shape.hidden_size, network.shape.hidden_size, device) for _ in network]
+    for start in range(0, len(answers), AT_ONCE):
+        shots = capture(lesson.target, answers[start : start + AT_ONCE], lesson.taps, most_tokens=512, dtype=torch.float32)
+        batch = collate(shots, device)
+        rows, features = Rows.of(batch), batch.features["final_norm"]
+        final_PE = rows.following(features)
+        for k, ridge in enumerate(maps):
+            guesses_BA, place_n = rows.ahead(k)
+            ridge.add(features[:, rows.first : rows.last][guesses_BA], final_PE[place_n])
+    for k, ridge in enumerate(maps):
+        map_EE = ridge.solve(RIDGE).float()
+        network.end(k).copy_(lesson.head_VE @ map_EE if network.shape.own_head else map_EE)

@@ -22,10 +22,11 @@ from draftwise.drafters.base import Target
 from draftwise.drafters.mtp_files import write_mtp
 from draftwise.drafters.mtp_network import MtpNetwork, MtpShape
 from draftwise.models.layers import Rotary
-from draftwise.train.batches import is_held_out
+from draftwise.train.batches import spread
 from draftwise.train.capture import Captured, capture, collate
 from draftwise.train.data import Answer, Corpus
 from draftwise.train.feature_lesson import FeatureLesson, feature_scales, rotations, unrolled_attention
+from draftwise.train.ridge import Ridge
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import ModelConfig
 
@@ -142,8 +143,7 @@ def build(options: Options, target: Target, corpus: Corpus) -> MtpLesson:
     final_scale = feature_scales(target, corpus, ("final_norm",))["final_norm"]
     begin(network, final_scale)
     lesson = MtpLesson(network, target, options, final_scale=final_scale).to(target.model.device)
-    learnt = [answer for place, answer in enumerate(corpus.answers) if not is_held_out(place) and len(answer.tokens) > 1]
-    fit(lesson, learnt[:: max(len(learnt) // SAMPLE, 1)][:SAMPLE])
+    fit(lesson, spread(corpus.answers, SAMPLE))
     return lesson
 
 
@@ -166,15 +166,9 @@ def fit(lesson: MtpLesson, answers: Seq[Answer]) -> None:
     shots = capture(lesson.target, answers, lesson.taps, most_tokens=512, dtype=torch.float32)
     batches = [collate(shots[start : start + AT_ONCE], device) for start in range(0, len(shots), AT_ONCE)]
     for index, module in enumerate(lesson.network.chain):
-        width = module.eh_proj.in_features
-        read_MM = torch.zeros(width, width, dtype=torch.float64, device=device)
-        both_MC = read_MM[:, : module.eh_proj.out_features].clone()
+        mixture = Ridge(module.eh_proj.in_features, module.eh_proj.out_features, device)
         for batch in batches:
             rows = Rows.of(batch)
-            x_PM = lesson.entering(batch, index)[:, rows.first :][rows.learns_BA].double()
-            y_PC = rows.following(batch.features["final_norm"]).double() / lesson.final_scale
-            read_MM += x_PM.T @ x_PM
-            both_MC += x_PM.T @ y_PC
-        damping = RIDGE * read_MM.diagonal().mean().clamp(min=1e-6)
-        damped_MM = read_MM + damping * torch.eye(width, dtype=torch.float64, device=device)
-        module.eh_proj.weight.copy_(torch.linalg.solve(damped_MM, both_MC).T)
+            x_PM = lesson.entering(batch, index)[:, rows.first :][rows.learns_BA]
+            mixture.add(x_PM, rows.following(batch.features["final_norm"]) / lesson.final_scale)
+        module.eh_proj.weight.copy_(mixture.solve(RIDGE))
