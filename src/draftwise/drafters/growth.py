@@ -150,14 +150,18 @@ class Tree:
             node = self.parents[node]
         return tokens[::-1]
 
+    def guess(self, node: int, logits_V: Tensor, count: int) -> Guesses:
+        """Children of `node`; see the function of this name."""
+        path = self.path(node)
+        return guess(self.seq, logits_V, path, count=count, parent=node, draws=self.draws, drafter=self.drafter)
+
     def branch(self, node: int, logits_V: Tensor) -> None:
         """Give `node` its children (-1: the first level), from the draft's logits after it."""
         count = self.plan.children(self, node)
         if count < 1:
             return
-        path = self.path(node)
         try:
-            found = guess(self.seq, logits_V, path, count=count, parent=node, draws=self.draws, drafter=self.drafter)
+            found = self.guess(node, logits_V, count)
         except ValueError:  # the request forbids every token that the draft knows
             return
         for rank, (token, confidence) in enumerate(zip(found.tokens, found.confidences, strict=True)):

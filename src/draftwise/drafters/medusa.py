@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from draftwise.drafters.averages import Pace, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
 from draftwise.drafters.decoder_layer import to_kind
 from draftwise.drafters.draft_head import DraftHead
-from draftwise.drafters.growth import Tree, grow
+from draftwise.drafters.growth import Guesses, Tree, grow
 from draftwise.drafters.medusa_files import export, read_medusa
 from draftwise.drafters.medusa_network import MedusaNetwork
 from draftwise.drafters.trees import HELP, Trees
@@ -62,6 +63,23 @@ class MedusaRunner:
         return [head(x_SC) for head, x_SC in zip(self.heads, before, strict=False)]
 
 
+class HeadsTree(Tree):
+    """A tree whose nodes of one depth have the same distribution below them: unless they are drawn from it one by one, or
+    depend on the tokens above, their children are the same and found once."""
+
+    def guess(self, node: int, logits_V: Tensor, count: int) -> Guesses:
+        if self.sampled or self.seq.params.looks_back:
+            return super().guess(node, logits_V, count)
+        depth = len(self.place(node))
+        if (depth, count) not in self._found:
+            self._found[depth, count] = super().guess(node, logits_V, count)
+        return self._found[depth, count]
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int], Guesses]:
+        return {}
+
+
 @dataclass(slots=True)
 class _State:
     """What the drafter keeps of one sequence."""
@@ -91,7 +109,8 @@ class MedusaDrafter(Drafter):
         for seq, limit in zip(seqs, limits, strict=True):
             state, depth = self._states.get(seq.id), min(limit.depth, limit.nodes, self.max_depth)
             if state is not None and depth > 0:
-                state.tree = self.trees.start(seq, limit._replace(depth=depth), state.odds, drafter=self.place)
+                limit = limit._replace(depth=depth)
+                state.tree = self.trees.start(seq, limit, state.odds, drafter=self.place, kind=HeadsTree)
                 drafting.append(state)
                 trees.append(state.tree)
         if drafting:

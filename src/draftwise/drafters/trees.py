@@ -69,7 +69,7 @@ class Trees:
             return self.fixed.nodes
         return {"chain": self.max_tokens, "sequoia": self.max_nodes, "dynamic": self.beam * self.max_tokens}[self.tree]
 
-    def start(self, seq: Sequence, limit: Limit, odds: Rates, *, drafter: int) -> Tree:
+    def start(self, seq: Sequence, limit: Limit, odds: Rates, *, drafter: int, kind: type[Tree] = Tree) -> Tree:
         """A tree for a request within `limit`, ready to grow. `odds` is what its trees taught so far."""
         limit = limit._replace(depth=min(limit.depth, self.depth))
         if self.tree == "chain":
@@ -84,7 +84,7 @@ class Trees:
         else:
             tree = self.fixed or FixedTree.of((MOST_SIBLINGS,) * limit.depth)
             plan = Fixed(best_shape(rank_rates(odds, how, tree.siblings), limit, tree.children))
-        return Tree(seq, limit, plan, odds, draws=self.draws, drafter=drafter)
+        return kind(seq, limit, plan, odds, draws=self.draws, drafter=drafter)
 
 
 class FixedTree(NamedTuple):
