@@ -19,6 +19,7 @@ from draftwise.drafters.base import Drafter
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.ngram import NgramDrafter
 from draftwise.drafters.trees import Trees
+from draftwise.engine.experience import Experience
 from draftwise.engine.merge import Offer, merge
 from draftwise.engine.passes import CostTable
 from draftwise.types import NO_DRAFT, Draft, Request, SamplingParams
@@ -26,7 +27,7 @@ from draftwise.verify import verify
 from laws import CHAIN, CHOSEN, LEAF, WITH, WITHOUT, ExactNoise, Group, World, deviation, law as exact_law, levels
 from table_model import TableModel, built, engine
 from test_engine import PROMPT, RAGGED, SAMPLING, VOCAB, answer, run
-from test_step_law import OTHER, TARGET, TableModel as LastToken, law
+from test_step_law import OTHER, TARGET, TableModel as LastToken, law, sequence
 from tiny import tiny_checkpoint
 
 # merging
@@ -40,18 +41,21 @@ def test_equal_paths_become_one_and_agreement_counts():
     first = chosen([1, 2, 3], [-1, 0, 1], (0.5, 0.4, 0.2))
     second = chosen([1, 5, 2, 4], [-1, -1, 0, 2], (0.5, 0.3, 0.25, 0.1))
     for rule in ("match", "rejection"):
-        draft, settled = merge([Offer(first, False), Offer(NO_DRAFT, False), Offer(second, False)], rule)
+        draft, settled, sources = merge([Offer(first, False, 0), Offer(NO_DRAFT, False, 1), Offer(second, False, 2)], rule)
         assert (draft.tokens, draft.parents) == ((1, 2, 3, 5, 4), (-1, 0, 1, -1, 1))
-        assert draft.survival == pytest.approx((0.75, 0.55, 0.2, 0.3, 0.1))
-        assert settled == 0
+        # where both offer it, as the surer one says; else where the other is wrong, against that neither is right
+        five = 0.5 * (0.3 * 0.5) / (0.3 * 0.5 + 0.5 * 0.2)
+        three, four = (0.4 * weight / (0.5 * 0.6 + 0.4 * 0.5 + 0.5 * 0.6) for weight in (0.5 * 0.6, 0.4 * 0.5))
+        assert draft.survival == pytest.approx((0.5, 0.4, three, five, four))
+        assert (settled, sources) == (0, [(0, 2), (0, 2), (0,), (2,), (2,)])
 
 
 def test_a_child_is_never_likelier_than_its_parent():
-    draft, _ = merge([Offer(chosen([1], [-1], (0.3,)), False), Offer(chosen([1, 2], [-1, 0], (0.2, 0.2)), False)], "match")
-    assert draft.survival == pytest.approx((0.44, 0.2))
+    offers = [Offer(chosen([1], [-1], (0.3,)), False), Offer(chosen([1, 2], [-1, 0], (0.2, 0.2)), False)]
+    assert merge(offers, "match").draft.survival == pytest.approx((0.3, 0.3))
     twice = chosen([2, 1, 1], [-1, 0, 0], (0.1, 0.1, 0.1))
-    draft, _ = merge([Offer(chosen([2], [-1], (0.3,)), False), Offer(twice, False)], "match")
-    assert (draft.tokens, draft.survival) == ((2, 1), pytest.approx((0.37, 0.19)))
+    draft = merge([Offer(chosen([2], [-1], (0.3,)), False), Offer(twice, False)], "match").draft
+    assert (draft.tokens, draft.survival) == ((2, 1), pytest.approx((0.3, 0.3)))
 
 
 def test_drawn_nodes_come_first_and_keep_their_rows_and_what_is_whole_comes_next():
@@ -61,13 +65,13 @@ def test_drawn_nodes_come_first_and_keep_their_rows_and_what_is_whole_comes_next
     window = chosen([4, 1], [-1, -1], (0.1, 0.1))
     lookup = chosen([1, 2, 5], [-1, 0, 1], (0.6, 0.5, 0.4))
     offers = [Offer(lookup, False), Offer(window, True), Offer(chain, False), Offer(other, False)]
-    draft, settled = merge(offers, "block")
+    draft, settled, _ = merge(offers, "block")
     assert draft.tokens == (1, 2, 1, 3, 4, 5)
     assert draft.parents == (-1, 0, -1, -1, -1, 1), "the window's and the lookup's 1 are the first drafter's"
     assert draft.drawn == (CHAIN, CHAIN, WITHOUT, WITHOUT, CHOSEN, CHOSEN)
     assert draft.q_row == (0, 1, 2, 2, -1, -1) and torch.equal(draft.q, q[[1, 2, 4]])
     assert settled == 5
-    draft, settled = merge(offers, "match")
+    draft, settled, _ = merge(offers, "match")
     assert (draft.tokens, settled) == ((4, 1, 2, 5, 3), 2), "under match whatever is equal is joined"
 
 
@@ -399,3 +403,19 @@ def test_options_find_the_drafter_that_has_them():
 def test_names_and_options_that_do_not_fit_are_errors_that_name_the_choices(drafters, options, message):
     with pytest.raises(ValueError, match=message):
         parse_drafters(drafters, options)
+
+
+def test_estimates_are_corrected_by_what_came_of_such() -> None:
+    """Each drafter is right as often as it says, but never where both speak: the governor soon stops believing the pair."""
+    experience = Experience()
+    seq = sequence(SamplingParams())
+    offers = [Offer(chosen([1], [-1], (0.5,)), False, 0), Offer(chosen([2], [-1], (0.5,)), False, 1)]
+    merged = merge(offers, "match")
+    before = experience.together(seq, merged)
+    for _ in range(60):
+        experience.learn_together(seq, merged, merged.draft, [3])
+        experience.learn_estimates(merged.draft.surviving([0.4, 0.4]), merged.draft, [3])
+    after = experience.together(seq, merged)
+    assert all(late < early / 4 for early, late in zip(before, after, strict=True))
+    assert max(experience.sober(merged.draft.surviving([0.4, 0.4]))) < 0.15
+    assert experience.sober(chosen([1], [-1], (0.8,))) == pytest.approx([0.8]), "estimates of another size are left alone"

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from draftwise.drafters.averages import Rates, level
+from draftwise.engine.merge import Merged
 from draftwise.sequence import Sequence
 from draftwise.types import Draft
 
 GUESS = 0.6  # acceptance of a drafter of which nothing is known
-STRETCHES = (1, 4)  # last depths of those between which survivals are equally to be believed
+STRETCHES = (1, 2, 4, 8)  # last depths of those between which survivals are equally to be believed
 DEPTHS = 4  # acceptance is learnt for each depth up to this one, and together for all below
+TOGETHER = -1  # stands before the drafters of a node where several drafts were merged
 IDLE = 0.98  # share of what is known of a request's drafter that outlasts a step in which it is not asked
 
 
@@ -34,7 +36,7 @@ class _Known:
 
     right: Rates  # by drafter and depth: how often the node there was, once those above it were
     nodes: Rates  # by drafter and depth: how many there were
-    sayings: Rates  # by drafter, stretch of depths and the survival it gave: how often that came true
+    sayings: Rates  # by drafter or drafters, stretch of depths and the survival they gave: how often that came true
 
 
 class Experience:
@@ -44,6 +46,7 @@ class Experience:
         self._all = _Known(Rates(weight=4.0, forget=0.98), Rates(forget=0.98), Rates(weight=8.0, forget=0.995))
         self._known: dict[int, _Known] = {}
         self._said = Rates(weight=2.0, forget=0.9)
+        self._estimates = Rates(weight=20.0, forget=0.998)
 
     def outlook(self, place: int, seq: Sequence, depth: int) -> list[Level]:
         """What to expect by depth of a draft that is not made yet."""
@@ -58,14 +61,42 @@ class Experience:
 
     def chances(self, place: int, seq: Sequence, draft: Draft) -> list[float]:
         """Per node of a draft the chance that it is accepted: what it says, corrected by what came of such sayings."""
-        chances: list[float] = []
         if draft.survival is None:
             depths = draft.depths()
             outlook = self.outlook(place, seq, max(depths, default=0))
             return [outlook[depth - 1].chance / depths.count(depth) for depth in depths]
-        rates = self._of(seq).sayings
-        for saying, depth, parent in zip(draft.survival, draft.depths(), draft.parents, strict=True):
-            chance = rates.rate(_kind(place, depth, saying), saying)
+        return self._believed(seq, draft, [(place,)] * len(draft))
+
+    def together(self, seq: Sequence, merged: Merged) -> list[float]:
+        """The same for drafts that were merged: what drafters say where others speak too is worth something else."""
+        return self._believed(seq, merged.draft, [(TOGETHER, *who) for who in merged.sources])
+
+    def sober(self, draft: Draft) -> list[float]:
+        """Estimates per node, as estimates like them came true: what few observations promise most is promised too much."""
+        assert draft.survival is not None
+        chances: list[float] = []
+        for chance, depth, parent in zip(draft.survival, draft.depths(), draft.parents, strict=True):
+            kind = _kind((), depth, chance)
+            right, said = (self._estimates.rate((what, kind), chance) for what in ("right", "said"))
+            chance = min(chance * right / said, 1.0) if said > 0 else chance
+            chances.append(min(chance, chances[parent]) if parent >= 0 else chance)
+        return chances
+
+    def learn_estimates(self, draft: Draft, verified: Draft, emitted: Seq[int]) -> None:
+        """Take in what came of estimates, before `sober`."""
+        assert draft.survival is not None
+        path, depths = draft.follow(emitted), draft.depths()
+        for node in _decided(draft, verified):
+            chance = draft.survival[node]
+            kind = _kind((), depths[node], chance)
+            self._estimates.learn(("right", kind), node in path)
+            self._estimates.learn(("said", kind), chance)
+
+    def _believed(self, seq: Sequence, draft: Draft, sources: Seq[tuple[int, ...]]) -> list[float]:
+        assert draft.survival is not None
+        rates, chances = self._of(seq).sayings, list[float]()
+        for who, saying, depth, parent in zip(sources, draft.survival, draft.depths(), draft.parents, strict=True):
+            chance = rates.rate(_kind(who, depth, saying), saying)
             chances.append(min(chance, chances[parent]) if parent >= 0 else chance)
         return chances
 
@@ -83,12 +114,23 @@ class Experience:
         """
         known, path = self._of(seq), draft.follow(emitted)
         if draft.survival is not None:
-            depths = draft.depths()
-            for node in _decided(draft, verified):
-                known.sayings.learn(_kind(place, depths[node], draft.survival[node]), node in path)
+            self._learn_sayings(known, draft, [(place,)] * len(draft), verified, path)
         if draft.survival is None or asked is not None:
             self._learn_depths(place, known, draft, asked, len(path), len(emitted))
         return bool(path)
+
+    def learn_together(self, seq: Sequence, merged: Merged, verified: Draft, emitted: Seq[int]) -> None:
+        """Take in what came of drafts that were merged, with what they said together."""
+        sources = [(TOGETHER, *who) for who in merged.sources]
+        self._learn_sayings(self._of(seq), merged.draft, sources, verified, merged.draft.follow(emitted))
+
+    def _learn_sayings(
+        self, known: _Known, draft: Draft, sources: Seq[tuple[int, ...]], verified: Draft, path: Seq[int]
+    ) -> None:
+        assert draft.survival is not None
+        depths = draft.depths()
+        for node in _decided(draft, verified):
+            known.sayings.learn(_kind(sources[node], depths[node], draft.survival[node]), node in path)
 
     def _learn_depths(self, place: int, known: _Known, draft: Draft, asked: int | None, right: int, reached: int) -> None:
         """A draft that ended early, being unsure, counts as wrong there, and as having no node below."""
@@ -136,6 +178,6 @@ def _decided(draft: Draft, verified: Draft) -> list[int]:
     return decided
 
 
-def _kind(place: int, depth: int, saying: float) -> tuple[int, int, int]:
-    """Nodes alike in how far a drafter is to be believed: what it says of single tokens may be right and of runs too much."""
-    return place, bisect_left(STRETCHES, depth), level(saying)
+def _kind(who: tuple[int, ...], depth: int, saying: float) -> tuple[object, ...]:
+    """Nodes alike in how far their drafters are to be believed: they may be right about single tokens and not about runs."""
+    return who, bisect_left(STRETCHES, depth), level(saying)

@@ -42,6 +42,8 @@ class Choice:
     asked: dict[int, Limit] = field(default_factory=dict)
     drafts: dict[int, Draft] = field(default_factory=dict)
     chances: dict[int, list[float]] = field(default_factory=dict)  # per draft and node, as learnt
+    merged: Merged | None = None  # what the drafts became, and before that was corrected for what came of such
+    estimated: Draft | None = None
 
     @property
     def auto(self) -> bool:
@@ -87,7 +89,7 @@ class Governor:
 
     PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
     VAIN, LONGEST = 4, 12  # so many free drafts in vain lengthen the pause before the next by a step; steps of it at most
-    MODEST = 0.3  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
+    MODEST = 0.5  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
@@ -215,7 +217,7 @@ class Governor:
         merged = [self._merged(choice, load) for choice in choices]
         kept = [list(range(draft.settled)) for draft in merged]
         likeliest: list[tuple[float, int, int]] = []
-        for i, (choice, (draft, settled)) in enumerate(zip(choices, merged, strict=True)):
+        for i, (choice, (draft, settled, _)) in enumerate(zip(choices, merged, strict=True)):
             assert draft.survival is not None or settled == len(draft)
             nodes = sorted((-draft.survival[node], i, node) for node in range(settled, len(draft))) if draft.survival else []
             nodes = nodes[: max(choice.limit.nodes - settled, 0)]
@@ -229,13 +231,15 @@ class Governor:
         likeliest.sort()
         for count, (chance, _, _) in enumerate(likeliest[: self.most_rows], 1):
             gain -= chance
-            if gain - cost(count) > most:
-                size, most = count, gain - cost(count)
+            if (worth_it := gain - cost(count)) > most:
+                size, most = count, worth_it
+            elif count >= size + AHEAD:
+                break  # the rest are less likely still
         for _, i, node in likeliest[:size]:
             kept[i].append(node)
         return [
             draft.only(sorted(nodes)).within(choice.limit)
-            for choice, (draft, _), nodes in zip(choices, merged, kept, strict=True)
+            for choice, (draft, *_), nodes in zip(choices, merged, kept, strict=True)
         ]
 
     def _merged(self, choice: Choice, load: Load) -> Merged:
@@ -244,13 +248,24 @@ class Governor:
             chances, whole = choice.chances[place], draft.survival is None
             optional = whole and choice.auto and place not in choice.asked and not weighed(draft, rule)
             if not optional or sum(chances) > self._row_cost(load, self._worth(load))(len(draft)):
-                offers.append(Offer(draft.surviving(chances), whole))
-        return merge(offers, rule)
+                offers.append(Offer(draft.surviving(chances), whole, place))
+        merged = merge(offers, rule)
+        if merged.sources:
+            choice.merged = merged
+            merged = merged._replace(draft=merged.draft.surviving(self._experience.together(choice.seq, merged)))
+        if merged.draft.survival is None:
+            return merged
+        choice.estimated = merged.draft
+        return merged._replace(draft=merged.draft.surviving(self._experience.sober(merged.draft)))
 
     # afterwards
 
     def learn(self, choice: Choice, verified: Draft, emitted: Seq[int]) -> None:
         """Take in what came of a request's drafts, and of those that were not verified what would have come."""
+        if choice.merged is not None:
+            self._experience.learn_together(choice.seq, choice.merged, verified, emitted)
+        if choice.estimated is not None:
+            self._experience.learn_estimates(choice.estimated, verified, emitted)
         for place, draft in choice.drafts.items():
             asked = choice.asked[place].depth if place in choice.asked else None
             use = self._use(place, choice.seq)
