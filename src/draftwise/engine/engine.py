@@ -53,7 +53,7 @@ class Engine:
         self.model, self.cache, self.name = model, cache, name
         self.vocab, self.context, self.end_tokens = vocab, context, frozenset(end_tokens)
         self.governor, self.max_batch = governor, max_batch
-        self._proposals = Proposals(drafters, governor)
+        self._proposals = Proposals(drafters, governor, clock)
         self._clock = clock
         self._decoder = decoder
         self._scheduler = Scheduler(cache, max_batch=max_batch, chunk=CHUNK, slack=SLACK)

@@ -10,12 +10,13 @@ and their rows take: that maximizes tokens over seconds, whatever a single step 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from draftwise.drafters.averages import Rates
+from draftwise.drafters.averages import Pace, Rates
 from draftwise.drafters.base import Drafter
 from draftwise.engine.experience import Experience
 from draftwise.engine.merge import Merged, Offer, merge, weighed
@@ -33,6 +34,9 @@ class Load(NamedTuple):
     requests: int
 
 
+ALONE = Load(1, 1)
+
+
 @dataclass(slots=True, eq=False)
 class Choice:
     """One request in one step: what it may draft at most, what was asked of each drafter that costs, and what came."""
@@ -44,6 +48,7 @@ class Choice:
     chances: dict[int, list[float]] = field(default_factory=dict)  # per draft and node, as learnt
     merged: Merged | None = None  # what the drafts became, and before that was corrected for what came of such
     estimated: Draft | None = None
+    price: float = 0.0  # of its rows in the pass, in tokens
 
     @property
     def auto(self) -> bool:
@@ -71,11 +76,12 @@ class Choice:
 class _Use:
     """A request's use of a drafter: the steps since it was asked, and whether its last draft began right.
 
-    vain: the drafts that a free one made since the last that was verified, or that began right and could be trimmed.
+    profit: what a free one brought of late, in tokens a draft, less its time and its rows. vain: drafts since it was above 0.
     """
 
     idle: int = 0
     curious: bool = False
+    profit: float = 0.1
     vain: int = 0
 
 
@@ -83,13 +89,14 @@ class Governor:
     """Chooses drafters and sizes request by request, and learns from what came of them.
 
     A drafter that does not pay is tried now and then, since only that tells when it would: for `PROBE_SHARE` of the time
-    at most. Free drafts are judged by the emitted tokens, verified or not, and asked for less and less often while they come
-    in vain. A new request starts from what earlier ones taught.
+    at most. Free drafts are judged by the emitted tokens, verified or not, and asked for less and less often while they bring
+    less than they take. A new request starts from what earlier ones taught.
     """
 
     PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
     VAIN, LONGEST = 4, 12  # so many free drafts in vain lengthen the pause before the next by a step; steps of it at most
-    MODEST = 0.5  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
+    RECENT = 0.1  # share of a free draft in what its drafter brought of late
+    MODEST = 0.8  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
@@ -97,6 +104,7 @@ class Governor:
         self._experience = Experience()
         self._speed = Rates(weight=8.0, forget=0.99)
         self._uses: dict[int, dict[int, _Use]] = {}  # by request and drafter
+        self._free = defaultdict[int, Pace](Pace)  # seconds that free drafters take for a draft
         self._allowance: float | None = None  # seconds that trying may take; None: as many as may be saved up
 
     # before drafting
@@ -237,6 +245,9 @@ class Governor:
                 break  # the rest are less likely still
         for _, i, node in likeliest[:size]:
             kept[i].append(node)
+        price = self._row_cost(load, worth)
+        for choice, verified in zip(choices, kept, strict=True):
+            choice.price = price(len(verified))
         return [
             draft.only(sorted(nodes)).within(choice.limit)
             for choice, (draft, *_), nodes in zip(choices, merged, kept, strict=True)
@@ -260,8 +271,13 @@ class Governor:
 
     # afterwards
 
+    def took(self, place: int, seconds: float) -> None:
+        """Take in what a free drafter took for one draft."""
+        self._free[place].learn(seconds)
+
     def learn(self, choice: Choice, verified: Draft, emitted: Seq[int]) -> None:
         """Take in what came of a request's drafts, and of those that were not verified what would have come."""
+        accepted = len(verified.follow(emitted))
         if choice.merged is not None:
             self._experience.learn_together(choice.seq, choice.merged, verified, emitted)
         if choice.estimated is not None:
@@ -271,8 +287,10 @@ class Governor:
             use = self._use(place, choice.seq)
             use.curious = self._experience.learn(place, choice.seq, draft, verified, asked, emitted)
             if asked is None:
-                of_use = len(verified) > 0 or (use.curious and draft.survival is not None)
-                use.idle, use.vain = 0, 0 if of_use else use.vain + 1
+                brought = min(len(draft.follow(emitted)), accepted) - choice.price * min(len(draft) / max(len(verified), 1), 1)
+                time = self._free[place].seconds * self._worth(ALONE)
+                use.profit += self.RECENT * (brought - time - use.profit)
+                use.idle, use.vain = 0, 0 if use.profit > 0 else use.vain + 1
 
     def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float) -> None:
         """Take in a pass of decoding requests alone; `drafting`: the seconds that its drafts should have taken."""

@@ -5,7 +5,7 @@ Knows no drafter's kind but `free`; how much to ask and to keep is the governor'
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 
 from draftwise.drafters.base import Drafter
 from draftwise.engine.governor import Choice, Governor, Load
@@ -16,8 +16,8 @@ from draftwise.types import Draft, Limit, Outcome, Tap
 class Proposals:
     """An engine's drafters, and what they proposed in this step."""
 
-    def __init__(self, drafters: Seq[Drafter], governor: Governor) -> None:
-        self.drafters, self.governor = tuple(drafters), governor
+    def __init__(self, drafters: Seq[Drafter], governor: Governor, clock: Callable[[], float]) -> None:
+        self.drafters, self.governor, self._clock = tuple(drafters), governor, clock
         self._order = sorted(range(len(self.drafters)), key=lambda place: not self.drafters[place].free)
         for place, drafter in enumerate(self.drafters):
             drafter.place = place
@@ -39,7 +39,10 @@ class Proposals:
             asked = [(choice, limit) for choice, limit in zip(choices, wanted, strict=True) if limit.depth > 0]
             if not asked:
                 continue
+            started = self._clock()
             drafts = drafter.propose([choice.seq for choice, _ in asked], [limit for _, limit in asked])
+            if drafter.free:
+                self.governor.took(place, (self._clock() - started) / len(asked))
             if seconds := drafter.seconds_per_depth(len(asked)):
                 self.seconds += seconds * max(max(draft.depths(), default=0) for draft in drafts)
             for (choice, limit), draft in zip(asked, drafts, strict=True):
