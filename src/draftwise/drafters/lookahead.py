@@ -150,7 +150,7 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
         request = self._requests.get(seq.id)
-        if request is None or outcome.logits is None:
+        if request is None or not request.drafted or outcome.logits is None:
             return
         paths, request.drafted = request.paths()[: request.drafted], 0
         trie = _Trie(outcome.draft)

@@ -52,6 +52,8 @@ class Proposals:
                 if not drafter.free:
                     choice.asked[place] = limit
                 self.governor.weigh(place, choice)
+        if not any(choice.drafts for choice in choices):
+            return {}
         chosen = self.governor.choose(choices, load)
         return {choice.seq.id: draft for choice, draft in zip(choices, chosen, strict=True)}
 
