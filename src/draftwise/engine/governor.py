@@ -76,7 +76,7 @@ class Choice:
 class _Use:
     """A request's use of a drafter: the steps since it was asked, and whether its last draft began right.
 
-    profit: what a free one brought of late, in tokens a draft, less its time and its rows. vain: drafts since it was above 0.
+    profit: what a free one brought of late, in tokens a draft, less its time and its rows. vain: drafts since that was well.
     """
 
     idle: int = 0
@@ -94,7 +94,8 @@ class Governor:
     """
 
     PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
-    VAIN, LONGEST = 4, 12  # so many free drafts in vain lengthen the pause before the next by a step; steps of it at most
+    VAIN, LONGEST = 4, 5  # so many free drafts in vain lengthen the pause before the next by a step; steps of it at most
+    TOLERATED = 0.02  # tokens a draft that a free drafter may lose, since asking is how it finds what to gain
     RECENT = 0.1  # share of a free draft in what its drafter brought of late
     MODEST = 0.8  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
@@ -288,9 +289,16 @@ class Governor:
             use.curious = self._experience.learn(place, choice.seq, draft, verified, asked, emitted)
             if asked is None:
                 brought = min(len(draft.follow(emitted)), accepted) - choice.price * min(len(draft) / max(len(verified), 1), 1)
-                time = self._free[place].seconds * self._worth(ALONE)
-                use.profit += self.RECENT * (brought - time - use.profit)
-                use.idle, use.vain = 0, 0 if use.profit > 0 else use.vain + 1
+                self._earned(place, use, brought)
+
+    def came_empty(self, place: int, choice: Choice) -> None:
+        """A free drafter that was asked had nothing to offer."""
+        self._earned(place, self._use(place, choice.seq), 0.0)
+
+    def _earned(self, place: int, use: _Use, brought: float) -> None:
+        net = brought - self._free[place].seconds * self._worth(ALONE)
+        use.profit += self.RECENT * (net - use.profit)
+        use.idle, use.vain = 0, 0 if use.profit > -self.TOLERATED else use.vain + 1
 
     def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float) -> None:
         """Take in a pass of decoding requests alone; `drafting`: the seconds that its drafts should have taken."""

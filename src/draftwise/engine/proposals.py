@@ -47,7 +47,8 @@ class Proposals:
                 self.seconds += seconds * max(max(draft.depths(), default=0) for draft in drafts)
             for (choice, limit), draft in zip(asked, drafts, strict=True):
                 if drafter.free and not draft.tokens:
-                    continue  # nothing was paid and nothing came
+                    self.governor.came_empty(place, choice)
+                    continue
                 choice.drafts[place] = draft.within(limit)
                 if not drafter.free:
                     choice.asked[place] = limit
