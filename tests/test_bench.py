@@ -44,6 +44,11 @@ def test_a_bad_line_is_named_by_its_number(prompts_file, line, message):
         read(prompts_file({"prompt": "good"}, line))
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "One?"}\n')
+    assert read(str(tmp_path / "marked.jsonl")).prompts == (Prompt("One?"),)
+
+
 def test_a_file_without_prompts_is_an_error(prompts_file, tmp_path):
     with pytest.raises(ValueError, match="no prompts"):
         read(prompts_file("", "  "))

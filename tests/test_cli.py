@@ -507,9 +507,23 @@ def test_interrupt_on_a_terminal_ends_the_answer_and_not_the_chat(model):
 
 
 def test_a_reader_that_leaves_is_no_error():
-    line = [sys.executable, "-m", "draftwise", "predict", "--length", "2000"]
+    line = [sys.executable, "-m", "draftwise", "predict", "--length", "1000"]
     with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.wait(20) == 0
         assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict", "--cost", "nan"], "cost is nan; it must be a finite number"),
+        (["predict", "--parameters", "8B", "--bandwidth", "inf"], "bandwidth is inf; it must be a finite number"),
+        (["predict", "--length", "20000"], "20000 is not in the range 0<=x<=1000"),
+        (["bench", "--cost", "--cost-context", "999999"], "--cost-context is 999999; at most"),
+    ],
+)
+def test_numbers_that_cannot_be_worked_with_are_refused_at_once(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err

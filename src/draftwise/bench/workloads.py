@@ -37,7 +37,7 @@ def read(path: str | None = None, *, limit: int | None = None) -> Workload:
     content = source.read_bytes()
     name = path or "draftwise/bench/prompts.jsonl"
     try:
-        lines = content.decode("utf-8").split("\n")
+        lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name}: not UTF-8 text; give a file of JSON lines") from error
     prompts = [_prompt(line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]

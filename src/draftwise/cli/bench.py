@@ -127,6 +127,9 @@ def _cost(flags: dict[str, Any], context: int, as_json: bool) -> None:
     from draftwise.cli.output import Terminal, print_json
 
     llm = options.load(flags, drafter="none", options={})
+    most = llm.engine.context - 32
+    if context > most:
+        raise ValueError(f"--cost-context is {context}; at most {most} tokens and 32 rows fit in the context of {most + 32}")
     cost = cost_table(llm, flags["model"], device=flags["device"], context=context)
     if as_json:
         return print_json(cost)

@@ -51,7 +51,7 @@ def size(text: str) -> float:
               help="Chance that a drafted token is accepted; by depth if several, the last going on.")
 @click.option("--cost", type=click.FloatRange(min=0), default=0.1, show_default=True,
               help="Time of one drafted token over that of a plain target pass; 0 for n-gram drafts.")
-@click.option("--length", type=click.IntRange(min=0), help="The draft length you have in mind; default: the best one.")
+@click.option("--length", type=click.IntRange(0, 1000), help="The draft length you have in mind; default: the best one.")
 @click.option("--parameters", type=size, metavar="SIZE", help="Weights of the target, such as 8B; adds the roofline of a pass.")
 @click.option("--bits", type=click.FloatRange(min=0, min_open=True), default=16, show_default=True, help="Of a weight.")
 @click.option("--bandwidth", type=click.FloatRange(min=0, min_open=True), default=40, show_default=True, help="Memory, GB/s.")
@@ -74,8 +74,13 @@ def command(
     With --parameters, a pass costs what the machine's roofline says; without, a pass of many rows costs that of one.
     Speed-up is E / (γ c + t(γ + 1)), with E the expected tokens a pass and t the cost of a pass.
     """
+    import math
+
     from draftwise.bench.predict import Roofline, best_length, flat, forecasts
 
+    for name, value in (("cost", cost), ("bits", bits), ("bandwidth", bandwidth), ("arithmetic", arithmetic)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}; it must be a finite number")
     roofline = None if parameters is None else Roofline(bandwidth * 1e9, arithmetic * 1e9, parameters, bits)
     pass_cost: Callable[[int], float] = flat if roofline is None else roofline.pass_cost
     best = best_length(acceptance, cost, pass_cost=pass_cost)
