@@ -139,6 +139,20 @@ def test_a_benchmark_that_was_cut_goes_on_from_its_journal(tmp_path):
         Journal(path, {"drafters": ["b"]})
 
 
+@pytest.mark.parametrize("content", ["notes", "notes\n", '{"drafters": ["b"]}\nmore'])
+def test_a_file_that_is_no_journal_is_left_as_it_is(tmp_path, content):
+    (tmp_path / "file").write_text(content)
+    with pytest.raises(ValueError, match="holds another benchmark, or none"):
+        Journal(tmp_path / "file", {"drafters": ["a"]})
+    assert (tmp_path / "file").read_text() == content
+
+
+def test_a_journal_whose_first_line_was_cut_begins_anew(tmp_path):
+    (tmp_path / "file").write_text('{"draft')
+    assert Journal(tmp_path / "file", {"drafters": ["a"]}).held(0, 0, 0) is None
+    assert (tmp_path / "file").read_text() == '{"drafters": ["a"]}\n'
+
+
 def test_figures_are_ratios_of_sums_against_the_control():
     runs = side_by_side(FakeLLM([]), [Setting("a", {"k": "1"})], PROMPTS, max_tokens=9)
     workload = Workload("p.jsonl", "0" * 64, tuple(PROMPTS))

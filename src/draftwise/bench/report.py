@@ -9,6 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from draftwise.bench.machine import describe, versions
+from draftwise.bench.run import pooled
 from draftwise.bench.workloads import Workload
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def as_json(
                 "acceptance_rate": round(run.stats.acceptance_rate, 4),
                 "conditional_acceptance": [round(rate, 4) for rate in run.stats.conditional_acceptance],
                 "seconds": run.stats.as_dict()["seconds"],
-                "by_category": {name: _figures(run, plain, name) for name in plain.by_category},
+                "by_category": {name: _figures(run, plain, name) for name in plain.categories},
             }
             for run in runs
         ],
@@ -49,8 +50,9 @@ def as_json(
 
 def _figures(run: Run, plain: Run, category: str | None = None) -> dict[str, Any]:
     """Of one category, or of all. interval: where 95 % of speed-ups lie over prompts drawn again (bootstrap)."""
-    stats, control = (one.by_category[category] if category else one.stats for one in (run, plain))
-    low, high = _interval(list(run.by_prompt(category).values()), list(plain.by_prompt(category).values()))
+    drafted, plainly = (list(one.by_prompt(category).values()) for one in (run, plain))
+    stats, control = pooled(drafted), pooled(plainly)
+    low, high = _interval(drafted, plainly)
     return {
         "tokens_per_second": round(stats.tokens_per_second, 2),
         "speedup": round(_ratio(stats.tokens_per_second, control.tokens_per_second), 4),

@@ -48,28 +48,25 @@ class Run:
     answers: list[Answer] = field(default_factory=list)
 
     @property
-    def stats(self) -> Stats:
-        return self.pooled(self.answers)
+    def categories(self) -> list[str]:
+        return list(dict.fromkeys(answer.category for answer in self.answers))
 
     @property
-    def by_category(self) -> dict[str, Stats]:
-        return self._by(lambda answer: answer.category)
+    def stats(self) -> Stats:
+        return pooled([answer.stats for answer in self.answers])
 
     def by_prompt(self, category: str | None = None) -> dict[int, Stats]:
         """The figures of each prompt over all repeats, of one category or of all."""
-        return self._by(lambda answer: answer.prompt, category)
-
-    def _by(self, key: Callable[[Answer], Any], category: str | None = None) -> dict[Any, Stats]:
-        groups: dict[Any, list[Answer]] = {}
+        groups: dict[int, list[Stats]] = {}
         for answer in self.answers:
             if category in (None, answer.category):
-                groups.setdefault(key(answer), []).append(answer)
-        return {name: self.pooled(answers) for name, answers in groups.items()}
+                groups.setdefault(answer.prompt, []).append(answer.stats)
+        return {prompt: pooled(all_stats) for prompt, all_stats in groups.items()}
 
-    @staticmethod
-    def pooled(answers: Sequence[Answer]) -> Stats:
-        first, *others = (answer.stats for answer in answers)
-        return sum(others, start=first)
+
+def pooled(all_stats: Sequence[Stats]) -> Stats:
+    first, *others = all_stats
+    return sum(others, start=first)
 
 
 class Journal:
@@ -83,20 +80,22 @@ class Journal:
 
         self.path = path
         self._held: dict[tuple[int, int, int], list[Answer]] = {}
-        header = json.dumps(benchmark, sort_keys=True)
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-        whole = lines[:-1]
-        if whole and whole[0] != header:
+        header = json.dumps(benchmark, sort_keys=True).encode() + b"\n"
+        content = path.read_bytes() if path.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        if not (whole.startswith(header) or header.startswith(content)):
             raise ValueError(f"{path}: holds another benchmark, or none; name another file, or delete it")
-        path.write_text("".join(f"{line}\n" for line in whole or [header]), encoding="utf-8")
-        for line in whole[1:]:
+        with open(path, "ab") as file:  # what it holds is never written again, so that no cut can lose it
+            file.truncate(len(whole))
+            file.write(b"" if whole else header)
+        for line in whole.splitlines()[1:]:
             row = json.loads(line)
             self._held[row["repeat"], row["group"], row["setting"]] = [
                 Answer(prompt, category, tuple(tokens), Stats(**stats)) for prompt, category, tokens, stats in row["answers"]
             ]
 
-    def held(self, *place: int) -> list[Answer] | None:
-        return self._held.get(place)  # type: ignore[arg-type]
+    def held(self, repeat: int, group: int, setting: int) -> list[Answer] | None:
+        return self._held.get((repeat, group, setting))
 
     def add(self, repeat: int, group: int, setting: int, answers: Sequence[Answer]) -> None:
         rows = [(answer.prompt, answer.category, answer.tokens, asdict(answer.stats)) for answer in answers]
