@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = group.main(args=arguments, prog_name="draftwise", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except BrokenPipeError:  # the reader of our output left, as `| head` does
+    except (BrokenPipeError, SystemExit) as error:  # the reader of our output left, as `| head` does; click exits then
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (click.Abort, KeyboardInterrupt):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -112,8 +114,21 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def import_library() -> None:
+    """Import torch and the library. Imports lose an interrupt now and then: until they are done, it ends the process."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        if handler is signal.default_int_handler and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        import draftwise.engine.llm  # noqa: F401
+    finally:
+        if signal.getsignal(signal.SIGINT) is not handler:
+            signal.signal(signal.SIGINT, handler)
+
+
 def sampling_params(flags: Flags) -> dict[str, Any]:
     """The sampling parameters as keywords, checked; the bad words, which need a tokenizer, come with `bad_words`."""
+    import_library()
     from draftwise import SamplingParams
 
     names = (
@@ -141,6 +156,7 @@ def drafter_options(drafter: str, pairs: Sequence[tuple[str, str]]) -> dict[str,
 
 def load(flags: Flags, *, drafter: str, options: Mapping[str, str], batch: int = 1) -> LLM:
     """The model that the flags ask for; what there is to remark while loading goes to standard error."""
+    import_library()
     import draftwise
 
     if flags["threads"] is not None:
