@@ -515,6 +515,16 @@ def test_a_reader_that_leaves_is_no_error():
         assert process.stderr.read() == b""
 
 
+def test_a_reader_that_leaves_while_text_comes_is_no_error(smollm2_path):
+    line = [sys.executable, "-m", "draftwise", "generate", "Count to fifty.", "--model", str(smollm2_path)]
+    with subprocess.Popen(line, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(1)
+        process.stdout.close()
+        assert process.wait(60) == 0
+        assert b"error" not in process.stderr.read().lower()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -57,15 +57,15 @@ def group(ctx: click.Context, traceback: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments, stdout = list(sys.argv[1:] if arguments is None else arguments), sys.stdout
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             code = group.main(args=arguments, prog_name="draftwise", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except (BrokenPipeError, SystemExit) as error:  # the reader of our output left, as `| head` does; click exits then
-        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+    except (BrokenPipeError, SystemExit) as left:  # the reader of our output left, as `| head` does; click exits then
+        if isinstance(left, SystemExit) and sys.stdout is stdout:  # click wraps it when its reader has left
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
