@@ -10,22 +10,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftwise.checkpoint.config import from_huggingface
 from draftwise.checkpoint.names import LLAMA_LIKE
 from draftwise.drafters.base import Target
 from draftwise.drafters.distilled_network import DistilledNetwork
-from draftwise.drafters.stored import expand, store
+from draftwise.drafters.stored import expand
 from draftwise.drafters.trained import (
     check_algorithm,
     check_target,
-    made_for,
     read_config,
     read_tensors,
     take_tokens,
     take_weights,
-    write_draft,
+    write_trained,
 )
 from draftwise.types import ModelConfig
 
@@ -36,12 +33,8 @@ def write_distilled(
     folder: Path, network: DistilledNetwork, target: Target, card: Mapping[str, Any], *, quantize: str | None = None
 ) -> None:
     """Write a draft and what it is made for; the weights in float32, or in groups of int8 or int4."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    if quantize:
-        tensors = store(tensors, quantize)
-    tensors["d2t"] = (network.d2t.cpu() - torch.arange(network.config.vocab_size)).int()
-    own = {"algorithm": ALGORITHM, "quantize": quantize, "target": made_for(target), "card": dict(card)}
-    write_draft(folder, tensors, _keys(network.config) | {"draftwise": own})
+    keys = _keys(network.config)
+    write_trained(folder, network, network.d2t, target, keys, algorithm=ALGORITHM, card=card, quantize=quantize)
 
 
 def read_distilled(folder: Path, target: Target) -> tuple[DistilledNetwork, dict[str, Any]]:

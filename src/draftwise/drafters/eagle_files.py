@@ -17,16 +17,15 @@ from torch import Tensor
 from draftwise.drafters.base import Target
 from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
 from draftwise.drafters.eagle_speculators import from_speculators
-from draftwise.drafters.stored import expand, store
+from draftwise.drafters.stored import expand
 from draftwise.drafters.trained import (
     check_algorithm,
     check_target,
-    made_for,
     read_config,
     read_tensors,
     take_tokens,
     take_weights,
-    write_draft,
+    write_trained,
 )
 from draftwise.types import Tap
 
@@ -38,14 +37,7 @@ def write_eagle(
 ) -> None:
     """Write a draft and what it is made for; the weights in float32, or in groups of int8 or int4."""
     shape = network.shape
-    tensors = {_named(name, shape): tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    if quantize:
-        tensors = store(tensors, quantize)
-    if shape.joins:
-        tensors["d2t"] = network.d2t - torch.arange(shape.draft_vocab)
-        tensors["t2d"] = torch.zeros(shape.target_vocab, dtype=torch.bool).index_fill(0, network.d2t, True)
-    elif shape.draft_vocab < shape.target_vocab:
-        tensors["d2t"] = network.d2t - torch.arange(shape.draft_vocab)
+    known = torch.zeros(shape.target_vocab, dtype=torch.bool).index_fill(0, network.d2t, True)
     config = {
         "architectures": [ARCHITECTURES[shape.algorithm]],
         "model_type": "llama",
@@ -66,16 +58,21 @@ def write_eagle(
         "eagle_aux_hidden_state_layer_ids": list(shape.taps),
         "norm_before_residual": shape.residual_after_norm,
         "norm_output": shape.recycle_normed,
-        "draftwise": {
-            "algorithm": shape.algorithm,
-            "taps": list(shape.taps),
-            "head": "own" if shape.own_head else "target",
-            "quantize": quantize,
-            "target": made_for(target),
-            "card": dict(card),
-        },
     }
-    write_draft(folder, tensors, config)
+    write_trained(
+        folder,
+        network,
+        network.d2t,
+        target,
+        config,
+        algorithm=shape.algorithm,
+        card=card,
+        quantize=quantize,
+        named=lambda name: _named(name, shape),
+        beside={"t2d": known} if shape.joins else {},
+        taps=list(shape.taps),
+        head="own" if shape.own_head else "target",
+    )
 
 
 def read_eagle(folder: Path, algorithm: str, target: Target) -> tuple[EagleNetwork, dict[str, Any]]:

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from draftwise.drafters.base import Target
 from draftwise.drafters.medusa_network import MedusaNetwork, MedusaShape
-from draftwise.drafters.stored import expand, store
+from draftwise.drafters.stored import expand
 from draftwise.drafters.trained import (
     WEIGHTS,
     check_algorithm,
     check_target,
-    made_for,
     read_config,
     read_tensors,
     take_tokens,
     take_weights,
     write_draft,
+    write_trained,
 )
 
 LAYOUTS = ("draftwise", "medusa")
@@ -38,20 +38,18 @@ def write_medusa(
 ) -> None:
     """Write a draft and what it is made for; the weights in float32, or in groups of int8 or int4."""
     shape = network.shape
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    if quantize:
-        tensors = store(tensors, quantize)
-    if shape.draft_vocab < target.vocab:
-        tensors["d2t"] = network.d2t.cpu() - torch.arange(shape.draft_vocab)
-    own = {
-        "algorithm": "medusa",
-        "draft_vocab_size": shape.draft_vocab,
-        "head": "own" if shape.own_head else "target",
-        "quantize": quantize,
-        "target": made_for(target),
-        "card": dict(card),
-    }
-    write_draft(folder, tensors, _published_config(shape) | {"draftwise": own})
+    write_trained(
+        folder,
+        network,
+        network.d2t,
+        target,
+        _published_config(shape),
+        algorithm="medusa",
+        card=card,
+        quantize=quantize,
+        draft_vocab_size=shape.draft_vocab,
+        head="own" if shape.own_head else "target",
+    )
 
 
 def write_published(folder: Path, network: MedusaNetwork, target: Target, *, name: str) -> None:

@@ -10,20 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from draftwise.drafters.base import Target
 from draftwise.drafters.mtp_network import MtpNetwork, MtpShape
-from draftwise.drafters.stored import expand, store
+from draftwise.drafters.stored import expand
 from draftwise.drafters.trained import (
     check_algorithm,
     check_target,
-    made_for,
     read_config,
     read_tensors,
     take_tokens,
     take_weights,
-    write_draft,
+    write_trained,
 )
 from draftwise.types import ModelConfig
 
@@ -46,19 +43,14 @@ def write_mtp(
 ) -> None:
     """Write modules and what they are made for; the weights in float32, or in groups of int8 or int4."""
     shape = network.shape
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
-    if quantize:
-        tensors = store(tensors, quantize)
-    tensors["d2t"] = network.d2t - torch.arange(shape.draft_vocab)
     config = {
         "architectures": ["MtpModules"],
         **{key: getattr(shape.block, name) for key, name in BLOCK.items()},
         "rope_parameters": dict(shape.block.rope),
         "vocab_size": shape.target_vocab,
         "draft_vocab_size": shape.draft_vocab,
-        "draftwise": {"algorithm": "mtp", "quantize": quantize, "target": made_for(target), "card": dict(card)},
     }
-    write_draft(folder, tensors, config)
+    write_trained(folder, network, network.d2t, target, config, algorithm="mtp", card=card, quantize=quantize)
 
 
 def read_mtp(folder: Path, target: Target, *, modules: int = 0) -> tuple[MtpNetwork, dict[str, Any]]:

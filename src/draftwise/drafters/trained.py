@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from draftwise.drafters.base import Target
+from draftwise.drafters.stored import store
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -30,6 +31,32 @@ def write_draft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
     save_file(dict(tensors), part)
     part.replace(folder / weights)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def write_trained(
+    folder: Path,
+    network: nn.Module,
+    tokens_V: Tensor,
+    target: Target,
+    config: Mapping[str, Any],
+    *,
+    algorithm: str,
+    card: Mapping[str, Any],
+    quantize: str | None,
+    named: Callable[[str], str] = str,
+    beside: Mapping[str, Tensor] | None = None,
+    **more: Any,
+) -> None:
+    """Write a network in our own layout: float32, or groups of int8 or int4, the tokens that it knows, what it is made for.
+
+    tokens_V: those tokens as the target's ids; they are written as offsets, `d2t`. named: the files' name of each tensor.
+    beside: further tensors. more: what else of the draft stands under `draftwise` in the configuration.
+    """
+    tensors = {named(name): tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    tensors = store(tensors, quantize) if quantize else tensors
+    tensors |= {"d2t": tokens_V.cpu() - torch.arange(len(tokens_V)), **(beside or {})}
+    own = {"algorithm": algorithm, **more, "quantize": quantize, "target": made_for(target), "card": dict(card)}
+    write_draft(folder, tensors, {**config, "draftwise": own})
 
 
 def made_for(target: Target) -> dict[str, Any]:
