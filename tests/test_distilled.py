@@ -160,19 +160,6 @@ def test_only_answers_are_learnt(llm, tmp_path):
 # served
 
 
-@pytest.mark.parametrize("verify", ["match", "rejection", "block"])
-@pytest.mark.parametrize("tree", ["chain", "2,2", "dynamic", "sequoia"])
-def test_trees_under_every_rule(llm, draft, verify, tree):
-    options = {"tree": tree, "max_tokens": 4, "max_nodes": 8, "beam": 2}
-    drafted = llm.using(f"draft:{draft}", options=options, verify=verify, draft_tokens=6)
-    for params in ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}):
-        plain = llm.generate(list(PROMPTS), raw=True, max_tokens=30, ignore_eos=True, **params)
-        results = drafted.generate(list(PROMPTS), raw=True, max_tokens=30, ignore_eos=True, **params)
-        assert llm.pool(results).drafted > 60
-        if verify == "match" or not params:
-            assert [result.tokens for result in results] == [result.tokens for result in plain]
-
-
 def test_a_draft_of_all_layers_is_nearly_always_right(target, tmp_path):
     folder = tiny_draft(tmp_path / "whole", target, "draft", updates=1, layers="0,1,2", vocab=300)
     llm = dw.load(str(target), dtype="fp32", context=256)

@@ -103,20 +103,6 @@ def test_training_and_serving_compute_the_same(target, corpus, tmp_path, kind, o
     assert compared > 60
 
 
-@pytest.mark.parametrize("verify", ["match", "rejection", "block"])
-@pytest.mark.parametrize("tree", ["chain", "2,2", "dynamic", "sequoia"])
-def test_trees_under_every_rule(llm, draft, verify, tree):
-    options = {"tree": tree, "max_tokens": 4, "max_nodes": 8, "beam": 2}
-    drafted = llm.using(draft, options=options, verify=verify, draft_tokens=6)
-    prompts = [PROMPT, "a", "In the beginning there was"]
-    for params in ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}):
-        plain = llm.generate(prompts, raw=True, max_tokens=40, ignore_eos=True, **params)
-        results = drafted.generate(prompts, raw=True, max_tokens=40, ignore_eos=True, **params)
-        assert llm.pool(results).drafted > 100
-        if verify == "match" or not params:
-            assert [result.tokens for result in results] == [result.tokens for result in plain]
-
-
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 def test_rules_that_use_q_keep_the_target_s_law(llm, draft, verify):
     """Three tokens of a small vocabulary, from many seeds at once, against the product of the target's own distributions."""

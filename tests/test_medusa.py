@@ -150,20 +150,6 @@ def test_a_head_learns_the_token_at_its_own_distance(llm, corpus):
 # drafting
 
 
-@pytest.mark.parametrize("verify", ["match", "rejection", "block"])
-@pytest.mark.parametrize("tree", ["chain", "0 1 2 0.0 0.1 1.0 0.0.0", "dynamic", "sequoia"])
-def test_trees_under_every_rule(llm, draft, verify, tree):
-    drafted = llm.using(f"medusa:{draft}", options={"tree": tree, "max_nodes": 8, "beam": 3}, verify=verify, draft_tokens=6)
-    prompts = [PROMPT, "a", "In the beginning there was"]
-    nucleus, penalty = {"temperature": 0.9, "top_p": 0.9, "seed": 5}, {"temperature": 1.0, "frequency_penalty": 0.5, "seed": 6}
-    for params in ({}, nucleus, penalty):
-        plain = llm.generate(prompts, raw=True, max_tokens=40, ignore_eos=True, **params)
-        results = drafted.generate(prompts, raw=True, max_tokens=40, ignore_eos=True, **params)
-        assert llm.pool(results).drafted > 100
-        if verify == "match" or not params:
-            assert [result.tokens for result in results] == [result.tokens for result in plain]
-
-
 def test_siblings_of_one_depth_say_the_same_where_nothing_looks_back(llm, draft):
     """Heads do not see each other's guesses: below every node of a depth stand the same tokens."""
     drafted = llm.using(f"medusa:{draft}", options={"tree": "3,2"}, draft_tokens=9)

@@ -95,20 +95,6 @@ def test_training_and_serving_compute_the_same(target, corpus, tmp_path, modules
     assert compared > 50
 
 
-@pytest.mark.parametrize("verify", ["match", "rejection", "block"])
-@pytest.mark.parametrize("tree", ["chain", "2,2", "dynamic", "sequoia"])
-def test_trees_under_every_rule(llm, draft, verify, tree):
-    options = {"tree": tree, "max_tokens": 4, "max_nodes": 8, "beam": 2}
-    drafted = llm.using(draft, options=options, verify=verify, draft_tokens=6)
-    prompts = [PROMPT, "a", "In the beginning there was"]
-    for params in ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}):
-        plain = llm.generate(prompts, raw=True, max_tokens=40, ignore_eos=True, **params)
-        results = drafted.generate(prompts, raw=True, max_tokens=40, ignore_eos=True, **params)
-        assert llm.pool(results).drafted > 100
-        if verify == "match" or not params:
-            assert [result.tokens for result in results] == [result.tokens for result in plain]
-
-
 @pytest.mark.parametrize("modules", [1, 2])
 def test_modules_that_were_off_catch_up(llm, draft, modules):
     """Drafting is the same whether a text was read step by step or at once, by some modules or by all."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import draftwise as dw
+from draftwise.drafters import drafter_options
 from scanned import DRAFTERS, named
 from tiny import tiny_checkpoint
 
@@ -146,6 +147,26 @@ def test_a_thousand_tokens(drafter, params):
     drafted = target.using(drafter).generate(TEXT, max_tokens=1000, ignore_eos=True, draft_tokens=5, **params)
     assert len(plain.tokens) == 1000
     assert drafted.tokens == plain.tokens
+
+
+GROWING = [name for name in DRAFTERS if "tree" in {option for option, *_ in drafter_options(name)}]
+
+
+@pytest.mark.parametrize("verify", ["match", "rejection", "block"])
+@pytest.mark.parametrize("tree", ["chain", "2,2", "0 1 2 0.0 1.0 0.0.0", "dynamic", "sequoia"])
+@pytest.mark.parametrize("drafter", GROWING)
+def test_trees_under_every_rule(plain, tiny, drafter, tree, verify):
+    """Every drafter that grows trees; the rules that draw promise the same tokens only where nothing is drawn."""
+    llm, _ = plain("fp32", "auto")
+    options = {"tree": tree, "max_tokens": 4, "max_nodes": 8, "beam": 2}
+    drafter = named(drafter, tiny, checkpoint=tiny, corpus="")
+    drafted = llm.using(drafter, options=options, verify=verify, draft_tokens=6)
+    for params in ({}, SAMPLING["nucleus"], {"temperature": 1.0, "frequency_penalty": 0.5, "seed": 6}):
+        expected = llm.generate(PROMPTS[1:4], **ASKED, **params)
+        results = drafted.generate(PROMPTS[1:4], **ASKED, **params)
+        assert llm.pool(results).drafted > 40
+        if verify == "match" or not params:
+            assert [result.tokens for result in results] == [result.tokens for result in expected]
 
 
 @pytest.mark.lab
