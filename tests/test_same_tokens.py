@@ -71,6 +71,10 @@ def tiny(tmp_path_factory) -> Path:
     return tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama")
 
 
+def found(drafter: str, tiny: Path) -> str:
+    return named(drafter, tiny, checkpoint=tiny, corpus="\n".join(PROMPTS))
+
+
 @pytest.fixture(scope="module")
 def plain(tiny) -> Callable[[str, str], tuple[dw.LLM, dict[str, list[tuple[int, ...]]]]]:
     """plain(weights, kernels): the target, and what it says to each prompt by way of sampling. Made once for all drafters."""
@@ -89,7 +93,7 @@ def plain(tiny) -> Callable[[str, str], tuple[dw.LLM, dict[str, list[tuple[int, 
 @pytest.mark.parametrize(("drafter", "weights", "kernels"), grid())
 def test_every_drafter_on_every_kind_of_weight(tiny, plain, drafter, weights, kernels):
     target, said = plain(weights, kernels)
-    name = named(drafter, tiny, checkpoint=tiny, corpus="\n".join(PROMPTS))
+    name = found(drafter, tiny)
     drafted = target.using(name, draft_quantize="int4" if ":" in name else None)
     nodes = 0
     for sampling, params in SAMPLING.items():
@@ -159,8 +163,7 @@ def test_trees_under_every_rule(plain, tiny, drafter, tree, verify):
     """Every drafter that grows trees; the rules that draw promise the same tokens only where nothing is drawn."""
     llm, _ = plain("fp32", "auto")
     options = {"tree": tree, "max_tokens": 4, "max_nodes": 8, "beam": 2}
-    drafter = named(drafter, tiny, checkpoint=tiny, corpus="")
-    drafted = llm.using(drafter, options=options, verify=verify, draft_tokens=6)
+    drafted = llm.using(found(drafter, tiny), options=options, verify=verify, draft_tokens=6)
     for params in ({}, SAMPLING["nucleus"], {"temperature": 1.0, "frequency_penalty": 0.5, "seed": 6}):
         expected = llm.generate(PROMPTS[1:4], **ASKED, **params)
         results = drafted.generate(PROMPTS[1:4], **ASKED, **params)
