@@ -143,13 +143,15 @@ def _cost(flags: dict[str, Any], context: int, as_json: bool) -> None:
 def _settings(drafters: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, dict[str, str]]]:
     """The drafters, each with those of the options that it has; an option that none has is an error."""
     from draftwise.drafters import drafter_labels, drafter_options
+    from draftwise.drafters.shipped import forms
 
     names = [name.replace("+", ",") for name in drafters.split(",") if name]
     if not names:
         raise ValueError("no drafter given; name one or more, as in --drafters ngram,suffix")
     chosen, known, used = [], set(), set()
     for name in names:
-        has = {(label, option) for label, drafter in drafter_labels(name).items() for option, *_ in drafter_options(drafter)}
+        labels = {label: drafter for form in forms(name) for label, drafter in drafter_labels(form).items()}
+        has = {(label, option) for label, drafter in labels.items() for option, *_ in drafter_options(drafter)}
         has |= {("", option) for _, option in has}
         mine = [(key, value) for key, value in pairs if _label_and_option(key) in has]
         chosen.append((name, options.drafter_options(name, mine)))

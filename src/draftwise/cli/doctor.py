@@ -12,13 +12,14 @@ from draftwise.cli import options
 def command(as_json: bool) -> None:
     """Say what there is to run on.
 
-    Versions, processor, memory speed, threads, compiled kernels, cache folder and drafters.
+    Versions, processor, memory speed, threads, compiled kernels, cache folder, drafters, and the drafts that come along.
     """
     from draftwise.bench.cost import read_bandwidth
     from draftwise.bench.machine import describe, versions
     from draftwise.checkpoint import cache_dir
     from draftwise.cli.output import print_json
     from draftwise.drafters import drafter_names
+    from draftwise.drafters.shipped import shipped_drafts
 
     machine = describe()
     facts = {
@@ -27,6 +28,7 @@ def command(as_json: bool) -> None:
         "kernels": _kernels(),
         "cache": str(cache_dir()),
         "drafters": drafter_names(),
+        "drafts": [f"{draft.target}/{draft.algorithm}" for draft in shipped_drafts()],
     }
     if as_json:
         return print_json(facts)
@@ -35,7 +37,7 @@ def command(as_json: bool) -> None:
             for name, item in value.items():
                 click.echo(f"{name:<16}{' '.join(item) if isinstance(item, list) else item}")
         else:
-            click.echo(f"{title:<16}{', '.join(value) if isinstance(value, list) else value}")
+            click.echo(f"{title:<16}{', '.join(value) or 'none' if isinstance(value, list) else value}")
 
 
 def _kernels() -> str:

@@ -78,9 +78,21 @@ def _texts(prompt: str | None, prompts_file: str | None, limit: int | None) -> l
 
 
 def show_options(drafter: str) -> None:
-    from draftwise.drafters import drafter_options
+    from draftwise.drafters import AUTO, drafter_options
 
+    if drafter == AUTO:
+        return show_auto()
     rows = drafter_options(drafter)
     click.echo(f"{drafter}: " + ("options for -o key=value" if rows else "no options"))
     for name, kind, default, text in rows:
         click.echo(f"  {name:<20} {kind:<8} default {default!s:<10} {text}")
+
+
+def show_auto() -> None:
+    from draftwise.drafters.shipped import ALWAYS, shipped_drafts
+
+    drafts = shipped_drafts()
+    click.echo(f"auto: {ALWAYS}, and with it the trained draft that comes with draftwise for exactly this model, if one does")
+    click.echo(f"drafts for: {', '.join(f'{draft.target} ({draft.algorithm})' for draft in drafts) or 'no model yet'}")
+    for drafter in dict.fromkeys([ALWAYS, *(draft.algorithm for draft in drafts)]):
+        show_options(drafter)

@@ -52,8 +52,9 @@ def _stacked(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 drafter_option = click.option(
-    "--drafter", default="ngram", show_default=True, metavar="NAME[:PATH],…",
-    help="How to draft: none for plain decoding, model:PATH for a smaller model; several draft together.",
+    "--drafter", default="auto", show_default=True, metavar="NAME[:PATH],…",
+    help="How to draft: auto for what suits the model (--help-drafter auto of generate), none for plain decoding, model:PATH "
+         "for a smaller model; several draft together.",
 )
 
 target_options = _stacked(
@@ -148,9 +149,9 @@ def bad_words(flags: Flags, llm: LLM) -> dict[str, Any]:
 
 def drafter_options(drafter: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """The options of one or several drafters, checked. Raises ValueError, naming the choices, if one does not exist."""
-    from draftwise.drafters import parse_drafters
+    from draftwise.drafters.shipped import check_drafters
 
-    parse_drafters(drafter, dict(pairs))
+    check_drafters(drafter, dict(pairs))
     return dict(pairs)
 
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+AUTO = "auto"
+"""The name that stands for drafters which suit the target; see shipped.py."""
+
 
 class OptionInfo(NamedTuple):
     """An option of a drafter, as its file declares it."""
@@ -38,8 +41,11 @@ def find_drafter(name: str) -> ModuleType:
         if not hasattr(module, "build") or not hasattr(module, "Options"):
             raise ValueError(f"drafter {name!r} has no `Options` and `build`")
         return module
+    if name == AUTO:
+        raise ValueError("auto chooses drafters itself: it stands alone and takes no path; or name them, as in ngram,suffix")
     if name not in drafter_names():
-        raise ValueError(f"unknown drafter {name!r}; choices: {', '.join(drafter_names())}, or a dotted module path")
+        choices = ", ".join(drafter_names())
+        raise ValueError(f"unknown drafter {name!r}; choices: {choices}, a dotted module path, or auto alone")
     return import_module(f"{__name__}.{name}")
 
 

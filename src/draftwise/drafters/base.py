@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from draftwise.cache import KVCache
 from draftwise.models.base import Model
+from draftwise.models.linear import DTYPES, WeightKind
 from draftwise.sequence import Sequence
 from draftwise.types import Draft, Limit, Outcome, Tap
 
@@ -42,6 +43,11 @@ class DraftSource:
     quantize: str | None = None
     revision: str | None = None
     compiled: bool = True
+
+    def kind(self, target: Target, stored: str | None = None) -> WeightKind:
+        """The kind of weight that is wanted: unless told else `stored`, the file's integers, and the target's numbers."""
+        dtype = DTYPES[self.dtype] if self.dtype else target.model.dtype
+        return WeightKind(dtype, self.quantize or stored, compiled=self.compiled)
 
 
 class Drafter:

@@ -14,9 +14,10 @@ from draftwise.drafters.base import DraftSource, Target
 from draftwise.drafters.distilled_files import read_distilled, write_distilled
 from draftwise.drafters.distilled_network import DistilledNetwork
 from draftwise.drafters.model import ModelDrafter
+from draftwise.drafters.trained import stored_kind
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import InMemory, Model
-from draftwise.models.linear import DTYPES, WeightKind
+from draftwise.models.linear import WeightKind
 from draftwise.models.llama import build as build_llama
 
 
@@ -41,9 +42,7 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Model
     if source is None:
         raise ValueError("the draft drafter needs a draft: --drafter draft:FOLDER, as `draftwise train` writes it")
     network, config = read_distilled(Path(source.path).expanduser(), target)
-    dtype = DTYPES[source.dtype] if source.dtype else target.model.dtype
-    kind = WeightKind(dtype, source.quantize or config["draftwise"].get("quantize"), compiled=source.compiled)
-    model = serve(network, target.model, kind)
+    model = serve(network, target.model, source.kind(target, stored_kind(config)))
     target.notice(f"draft {source.path}: {model.weights}")
     return ModelDrafter(
         model,

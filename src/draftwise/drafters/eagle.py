@@ -22,9 +22,10 @@ from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.eagle_files import read_eagle
 from draftwise.drafters.eagle_network import EagleNetwork
 from draftwise.drafters.features import FeatureDrafter
+from draftwise.drafters.trained import kind_name, stored_kind
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
-from draftwise.models.linear import DTYPES, WeightKind
+from draftwise.models.linear import WeightKind
 from draftwise.types import Batch
 
 
@@ -104,10 +105,9 @@ def build_eagle(algorithm: str, options: Options, target: Target, source: DraftS
     if source is None:
         raise ValueError(f"the {algorithm} drafter needs a draft: --drafter {algorithm}:FOLDER, as `draftwise train` writes it")
     network, config = read_eagle(Path(source.path).expanduser(), algorithm, target)
-    quantize = source.quantize or (config.get("draftwise") or {}).get("quantize")
-    dtype = DTYPES[source.dtype] if source.dtype else target.model.dtype
-    runner = EagleRunner(network, target.model, vocab=target.vocab, kind=WeightKind(dtype, quantize, compiled=source.compiled))
-    target.notice(f"draft {source.path}: {quantize or str(dtype).removeprefix('torch.')}")
+    kind = source.kind(target, stored_kind(config))
+    runner = EagleRunner(network, target.model, vocab=target.vocab, kind=kind)
+    target.notice(f"draft {source.path}: {kind_name(kind)}")
     return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)
 
 

@@ -24,9 +24,10 @@ from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.growth import Guesses, Tree, grow
 from draftwise.drafters.medusa_files import export, read_medusa
 from draftwise.drafters.medusa_network import MedusaNetwork
+from draftwise.drafters.trained import kind_name, stored_kind
 from draftwise.drafters.trees import HELP, Trees
 from draftwise.models.base import Model
-from draftwise.models.linear import DTYPES, WeightKind
+from draftwise.models.linear import WeightKind
 from draftwise.sequence import Sequence
 from draftwise.types import NO_DRAFT, Draft, Limit, Outcome
 
@@ -148,8 +149,7 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Medus
     if source is None:
         raise ValueError("the medusa drafter needs a draft: --drafter medusa:FOLDER, as `draftwise train` writes it")
     network, config = read_medusa(Path(source.path).expanduser(), target)
-    quantize = source.quantize or (config.get("draftwise") or {}).get("quantize")
-    dtype = DTYPES[source.dtype] if source.dtype else target.model.dtype
-    runner = MedusaRunner(network, target.model, vocab=target.vocab, kind=WeightKind(dtype, quantize, compiled=source.compiled))
-    target.notice(f"draft {source.path}: {quantize or str(dtype).removeprefix('torch.')}")
+    kind = source.kind(target, stored_kind(config))
+    runner = MedusaRunner(network, target.model, vocab=target.vocab, kind=kind)
+    target.notice(f"draft {source.path}: {kind_name(kind)}")
     return MedusaDrafter(runner, options)

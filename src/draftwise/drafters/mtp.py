@@ -25,10 +25,10 @@ from draftwise.drafters.features import FeatureDrafter
 from draftwise.drafters.mtp_files import read_mtp, write_mtp
 from draftwise.drafters.mtp_layouts import Published, read_published
 from draftwise.drafters.mtp_network import Module, MtpNetwork
-from draftwise.drafters.trained import read_config
+from draftwise.drafters.trained import kind_name, read_config, stored_kind
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
-from draftwise.models.linear import DTYPES, Embedding, WeightKind
+from draftwise.models.linear import Embedding, WeightKind
 from draftwise.models.transformers import TransformersModel, build_layer
 from draftwise.types import Batch, Tap
 
@@ -176,21 +176,19 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Featu
     given = source or target.own
     if given is None:
         raise ValueError(MISSING)
-    folder, quantize = Path(given.path).expanduser(), given.quantize
-    dtype = DTYPES[given.dtype] if given.dtype else target.model.dtype
+    folder = Path(given.path).expanduser()
     published = None if "draftwise" in read_config(folder) else read_published(folder, target, modules=options.modules)
     layers: list[TransformersModel] = []
     if published is not None:
-        network, kind = published.network, WeightKind(dtype, quantize, compiled=given.compiled)
+        network, kind = published.network, given.kind(target)
         layers = [_layer(published, index, kind, target) for index in range(len(published.blocks))]
     elif source is None:
         raise ValueError(f"{given.path} brings no modules for multi-token prediction; {MISSING}")
     else:
         network, config = read_mtp(folder, target, modules=options.modules)
-        quantize = quantize or (config.get("draftwise") or {}).get("quantize")
-        kind = WeightKind(dtype, quantize, compiled=given.compiled)
+        kind = given.kind(target, stored_kind(config))
     runner = MtpRunner(network, target.model, vocab=target.vocab, kind=kind, foreign=layers)
-    target.notice(f"draft {given.path}: {network.shape.modules} modules, {quantize or str(dtype).removeprefix('torch.')}")
+    target.notice(f"draft {given.path}: {network.shape.modules} modules, {kind_name(kind)}")
     return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from draftwise.drafters.base import Target
 from draftwise.drafters.stored import store
+from draftwise.models.linear import WeightKind
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -55,8 +56,14 @@ def write_trained(
     tensors = {named(name): tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     tensors = store(tensors, quantize) if quantize else tensors
     tensors |= {"d2t": tokens_V.cpu() - torch.arange(len(tokens_V)), **(beside or {})}
-    own = {"algorithm": algorithm, **more, "quantize": quantize, "target": made_for(target), "card": dict(card)}
+    card = {key: _without_folders(value) if isinstance(value, str) else value for key, value in card.items()}
+    own = {"algorithm": algorithm, **more, "quantize": quantize, "target": made_for(target), "card": card}
     write_draft(folder, tensors, {**config, "draftwise": own})
+
+
+def _without_folders(text: str) -> str:
+    """A command or a path with the files that it names, but not where they lay on this machine."""
+    return " ".join(Path(word).name if word.startswith(("/", "~")) else word for word in text.split(" "))
 
 
 def made_for(target: Target) -> dict[str, Any]:
@@ -126,6 +133,17 @@ def check_target(folder: Path, made: Mapping[str, Any], config: Mapping[str, Any
         raise ValueError(f"{folder}: the draft was made for a target with another tokenizer")
     if "embedding" in made and made["embedding"] != embedding_hash(target):
         target.notice(f"{folder}: the draft was trained on other weights of this model; less of it may be accepted")
+
+
+def stored_kind(config: Mapping[str, Any]) -> str | None:
+    """The integers that a draft's matrices are stored in; None for plain numbers."""
+    kind: str | None = (config.get("draftwise") or {}).get("quantize")
+    return kind
+
+
+def kind_name(kind: WeightKind) -> str:
+    """What a draft's weights are in memory, for people."""
+    return kind.quantize or str(kind.dtype).removeprefix("torch.")
 
 
 def algorithm_of(config: Mapping[str, Any]) -> str | None:

@@ -10,8 +10,9 @@ from typing import Any, overload
 import torch
 
 from draftwise.checkpoint import Checkpoint, available_memory, cache_dir, open_checkpoint
-from draftwise.drafters import Chosen, find_drafter, parse_drafters
+from draftwise.drafters import find_drafter
 from draftwise.drafters.base import Drafter, DraftSource, Target
+from draftwise.drafters.shipped import check_drafters, choose_drafters
 from draftwise.engine.cost import cost_table, measure
 from draftwise.engine.engine import SLACK, Engine
 from draftwise.engine.governor import Governor
@@ -49,14 +50,15 @@ def load(
 ) -> LLM:
     """Load a model: a folder in Hugging Face format, a hub id, a .gguf file or an alias such as "smollm2".
 
-    drafter: NAME or NAME:PATH, or several of them between commas, which then draft together; options: the drafters' own,
-    with the drafter's name and a dot before one that several have. draft_tokens: nodes a step, None lets the governor choose.
+    drafter: NAME or NAME:PATH, or several of them between commas, which then draft together; "auto" is "ngram", and with it
+    a trained draft where one for exactly this model comes with the package. options: the drafters' own, with the drafter's
+    name and a dot before one that several have. draft_tokens: nodes a step, None lets the governor choose.
     verify: "match", "rejection" or "block". dtype: "fp32", "bf16", "fp16"; quantize: "int8", "int4"; both also for the
     draft. kernels: "auto" uses the compiled CPU kernels where they can be had, "torch" never. context: most tokens of a
     request. notice: is told one line at a time what a user should know.
     Raises ValueError, with one line that says what to do, before any weight is read where that can be told.
     """
-    chosen = parse_drafters(drafter, options or {})
+    check_drafters(drafter, options or {})
     if max_batch < 1:
         raise ValueError(f"max_batch is {max_batch}; it must be at least 1")
     if kernels not in KERNELS:
@@ -77,7 +79,8 @@ def load(
     target = read_model(checkpoint, dtype=dtype, quantize=quantize, device=place, cache_rows=context, compiled=compiled)
     loaded = _Loaded(checkpoint, tokenizer, target, context, max_batch, compiled, notice or (lambda line: None))
     loaded.notice(f"{model}: {target.weights}")
-    return LLM(loaded, chosen, draft_tokens, verify, draft_dtype=draft_dtype, draft_quantize=draft_quantize)
+    drafts = {"draft_dtype": draft_dtype, "draft_quantize": draft_quantize}
+    return LLM(loaded, drafter, options or {}, draft_tokens, verify, **drafts)
 
 
 class _Loaded:
@@ -114,7 +117,8 @@ class LLM:
     def __init__(
         self,
         loaded: _Loaded,
-        drafters: Seq[Chosen],
+        drafter: str,
+        options: Mapping[str, Any],
         draft_tokens: int | None,
         verify: str,
         *,
@@ -122,7 +126,6 @@ class LLM:
         draft_quantize: str | None,
     ) -> None:
         self._loaded = loaded
-        self.drafter = ",".join(chosen.name for chosen in drafters)
         self.draft_tokens, self.verify = draft_tokens, verify
         cache = loaded.model.new_cache(loaded.cache_rows())
 
@@ -141,9 +144,11 @@ class LLM:
         )
         self.target = target
         """What drafters, and those who train them, are told of the model."""
-        built: list[Drafter] = []
-        for name, path, options in drafters:
-            built.append(find_drafter(name).build(options, target, draft_at(path) if path else None))
+        chosen = choose_drafters(drafter, options, target, draft_at)
+        self.drafter = ",".join(name for name, _, _ in chosen)
+        built: list[Drafter] = [
+            find_drafter(name).build(own, target, draft_at(path) if path else None) for name, path, own in chosen
+        ]
         cost = FLAT
         if any(drafter.max_depth for drafter in built) and draft_tokens is None:
             cost = cost_table(loaded.model, cache_dir() / "costs", fingerprint=loaded.checkpoint.fingerprint)
@@ -171,9 +176,8 @@ class LLM:
         draft_quantize: str | None = None,
     ) -> LLM:
         """The same target weights with other drafters, named as in `load`, and a cache of its own."""
-        chosen = parse_drafters(drafter, options or {})
         drafts = {"draft_dtype": draft_dtype, "draft_quantize": draft_quantize}
-        return LLM(self._loaded, chosen, draft_tokens, verify or self.verify, **drafts)
+        return LLM(self._loaded, drafter, options or {}, draft_tokens, verify or self.verify, **drafts)
 
     # what was loaded
 
