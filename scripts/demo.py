@@ -1,6 +1,6 @@
 """The main job on the default model: three prompts, greedy and sampled, decoded plainly and speculatively, side by side.
 
-python scripts/demo.py [MODEL] [DRAFTER]      (default: smollm2 ngram)
+python scripts/demo.py [MODEL] [DRAFTER]      (default: smollm2 auto)
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def decode(llm: dw.LLM, prompt: str, params: dict[str, float]) -> tuple[dw.Resul
     return result, text
 
 
-def main(model: str = "smollm2", drafter: str = "ngram") -> int:
+def main(model: str = "smollm2", drafter: str = "auto") -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     plain = dw.load(model, max_batch=1, context=2048, notice=console.print)
     drafting = plain.using(drafter=drafter)
-    console.print(f"{model} ({plain.weights}), plain decoding beside drafter {drafter}; green: drafted and accepted\n")
+    console.print(f"{model} ({plain.weights}), plain decoding beside drafter {drafting.drafter}; green: drafted and accepted\n")
     for llm in (plain, drafting):  # a first run warms kernels and caches
         decode(llm, "Count from one to ten.", {})
     heads = ("prompt", "decoding", "plain", "speculative", "speed-up", "tokens a pass", "texts")

@@ -65,7 +65,7 @@ def command(
     from draftwise.drafters.trained import read_config
     from draftwise.train.card import CARD, model_card
 
-    llm = draftwise.load(model, revision=revision, context=64)
+    llm = draftwise.load(model, revision=revision, context=64, notice=options.note)
     module.export(Path(folder), Path(out), llm.target, layout=layout, quantize=quantize, name=model)
     if layout == OWN:
         card = model_card(read_config(Path(out)), license=license, results=measured)
