@@ -94,6 +94,37 @@ def test_products_match_and_a_row_has_one_order_of_additions(kind, shape):
                 assert torch.equal(part, whole[start : start + count]), f"{count} rows from {start}"
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("bf16", "fp32")])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_bytes_round_rows_as_said_and_have_one_order_of_additions(kind, shape):
+    packed, dense, _ = make(kind, *shape)
+    packed = packed.in_bytes()
+    rows = torch.randn(512, shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows[3] *= 1e4
+    rows[4] = 0
+    seen = reference.round_bytes(rows) if packed.multiplies_bytes else rows
+    whole = kernels.matmul(rows, packed, torch.float32)
+    for got, wanted in zip(whole, reference.matmul(seen, dense, torch.float64), strict=True):
+        assert close(got, wanted, 5e-6) or not wanted.any()
+    for count in (*range(1, 33), 63, 64, 100, 127, 128, 129, 257):
+        for start in (0, 5):
+            part = kernels.matmul(rows[start : start + count], packed, torch.float32)
+            assert torch.equal(part, whole[start : start + count]), f"{count} rows from {start}"
+    floats = rows.float()
+    assert close(kernels.matmul(floats, packed), reference.matmul(floats, dense, torch.float64), 3e-6)
+
+
+def test_products_of_bytes_survive_extreme_rows():
+    packed, dense, _ = make("q8_0", 48, 576)
+    packed = packed.in_bytes()
+    rows = torch.zeros(5, 576).bfloat16()
+    rows[0], rows[1], rows[2, 40], rows[3, 7] = 1e30, 1e-35, float("nan"), float("inf")
+    out = kernels.matmul(rows, packed, torch.float32)
+    assert out[0].isfinite().all() and close(out[0], dense.double().sum(1) * float(rows[0, 0]), 1e-3)
+    assert out[1].abs().max() < 1e-30 and not out[4].any()
+    assert out[2].isnan().all() and not out[3].isfinite().any()
+
+
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
 def test_output_in_bf16_is_the_float32_one_rounded(kind):
     packed, _, _ = make(kind, 50, 96)

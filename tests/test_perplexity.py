@@ -31,6 +31,8 @@ def test_perplexity_is_that_of_the_dequantised_model(name, request):
     tokens = load_tokenizer(open_checkpoint(path)).encode(PAGE.read_text())[:600]
     dequantised = perplexity(path, WeightKind(torch.bfloat16, keep_blocks=False, compiled=False), tokens)
     of_blocks = perplexity(path, WeightKind(torch.bfloat16), tokens)
-    print(f"{name}: {of_blocks:.4f} of blocks, {dequantised:.4f} dequantised to bfloat16")
+    unrounded = perplexity(path, WeightKind(torch.bfloat16, round_activations=False), tokens)
+    print(f"{name}: {of_blocks:.4f} of blocks, {unrounded:.4f} with float activations, {dequantised:.4f} dequantised")
     assert len(tokens) > 400 and 1 < dequantised < 1000
     assert of_blocks == pytest.approx(dequantised, rel=0.005)
+    assert unrounded == pytest.approx(dequantised, rel=0.005)

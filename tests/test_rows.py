@@ -26,6 +26,7 @@ KINDS = {
     "bf16": WeightKind(torch.bfloat16),
     "int8": WeightKind(torch.bfloat16, "int8"),
     "int4": WeightKind(torch.bfloat16, "int4"),
+    "int4, floats": WeightKind(torch.bfloat16, "int4", round_activations=False),
 }
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt2")
 

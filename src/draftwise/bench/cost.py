@@ -17,10 +17,11 @@ def cost_table(
 ) -> dict[str, Any]:
     """Median milliseconds of passes of 1 … 32 rows after `context` tokens, the head included, as a JSON object.
 
-    read_gb_per_s is measured on this machine; floor_milliseconds is what reading the weights once takes at that rate.
+    read_gb_per_s is measured on this machine; floor_milliseconds is what reading weights and cache once takes at that rate.
     """
     milliseconds = llm.cost(rows, context=context, repeats=repeats)
     bandwidth = read_bandwidth(device)
+    read = llm.weight_bytes + context * llm.row_bytes
     return {
         "model": model,
         "weights": llm.weights,
@@ -28,7 +29,7 @@ def cost_table(
         "rows": list(rows),
         "milliseconds": [round(value, 3) for value in milliseconds],
         "read_gb_per_s": round(bandwidth / 1e9, 1),
-        "floor_milliseconds": round(llm.weight_bytes / bandwidth * 1e3, 3),
+        "floor_milliseconds": round(read / bandwidth * 1e3, 3),
     }
 
 

@@ -69,7 +69,7 @@ def command(
     kept = None
     if journal:
         what = {"prompts": workload.sha256, "count": len(workload.prompts), "batch": batch, "drafters": chosen, **drafting}
-        what |= {name: flags[name] for name in ("model", "verify", "quantize", "dtype", "raw")}
+        what |= {name: flags[name] for name in ("model", "verify", "quantize", "dtype", "activations", "raw")}
         kept = Journal(Path(journal), what | {"params": repr(sorted(params.items()))})
 
     llm = options.load(flags, drafter="none", options={}, batch=batch)
@@ -136,7 +136,7 @@ def _cost(flags: dict[str, Any], context: int, as_json: bool) -> None:
     console = Terminal()
     console.print(f"{cost['model']} ({cost['weights']}), passes after {context} tokens\n", report.cost_table(cost), "")
     console.print(
-        f"memory reads at {cost['read_gb_per_s']} GB/s, so the weights take {cost['floor_milliseconds']:.2f} ms at least"
+        f"memory reads at {cost['read_gb_per_s']} GB/s, so weights and cache take {cost['floor_milliseconds']:.2f} ms at least"
     )
 
 

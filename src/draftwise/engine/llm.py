@@ -41,6 +41,7 @@ def load(
     quantize: str | None = None,
     draft_dtype: str | None = None,
     draft_quantize: str | None = None,
+    activations: str = "int8",
     device: str = "cpu",
     kernels: str = "auto",
     revision: str | None = None,
@@ -54,8 +55,9 @@ def load(
     a trained draft where one for exactly this model comes with the package. options: the drafters' own, with the drafter's
     name and a dot before one that several have. draft_tokens: nodes a step, None lets the governor choose.
     verify: "match", "rejection" or "block". dtype: "fp32", "bf16", "fp16"; quantize: "int8", "int4"; both also for the
-    draft. kernels: "auto" uses the compiled CPU kernels where they can be had, "torch" never. context: most tokens of a
-    request. notice: is told one line at a time what a user should know.
+    draft. activations: quantised weights multiply them rounded to 8 bits, "int8", where the machine has the instruction and
+    numbers are bf16, or as they are, "float". kernels: "auto" uses the compiled CPU kernels where they can be had, "torch"
+    never. context: most tokens of a request. notice: is told one line at a time what a user should know.
     Raises ValueError, with one line that says what to do, before any weight is read where that can be told.
     """
     check_drafters(drafter, options or {})
@@ -76,7 +78,15 @@ def load(
     context = context or min(limit, DEFAULT_CONTEXT)
     tokenizer = load_tokenizer(checkpoint)
     compiled = kernels == "auto"
-    target = read_model(checkpoint, dtype=dtype, quantize=quantize, device=place, cache_rows=context, compiled=compiled)
+    target = read_model(
+        checkpoint,
+        dtype=dtype,
+        quantize=quantize,
+        device=place,
+        cache_rows=context,
+        activations=activations,
+        compiled=compiled,
+    )
     loaded = _Loaded(checkpoint, tokenizer, target, context, max_batch, compiled, notice or (lambda line: None))
     loaded.notice(f"{model}: {target.weights}")
     drafts = {"draft_dtype": draft_dtype, "draft_quantize": draft_quantize}
@@ -102,13 +112,17 @@ class _Loaded:
         self.vocab = min(tokenizer.size, model.config.vocab_size)
         self.end_tokens = frozenset(model.config.eos_tokens) | tokenizer.eos_tokens
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of cache that a token takes."""
+        config = self.model.config
+        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.model.dtype.itemsize
+
     def cache_rows(self) -> int:
         """Rows for a full batch, within a quarter of the free memory and at least one whole request."""
-        config, size = self.model.config, self.model.dtype.itemsize
-        row_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size
         one = self.context + SLACK
         free = torch.cuda.mem_get_info(self.model.device)[0] if self.model.device.type == "cuda" else available_memory()
-        return one * self.max_batch if free is None else max(one, min(one * self.max_batch, free // 4 // row_bytes))
+        return one * self.max_batch if free is None else max(one, min(one * self.max_batch, free // 4 // self.row_bytes))
 
 
 class LLM:
@@ -198,6 +212,11 @@ class LLM:
     def weights(self) -> str:
         """The kinds of weight, for people."""
         return self._loaded.model.weights
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of cache that a token takes."""
+        return self._loaded.row_bytes
 
     @property
     def weight_bytes(self) -> int:

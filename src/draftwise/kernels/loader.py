@@ -27,7 +27,7 @@ SOURCES = Path(__file__).parent / "cpu"
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*_AVX2, *_AVX512, "avx512vbmi", "avx512_bf16"),
+    "avx512_bf16": (*_AVX2, *_AVX512, "avx512vbmi", "avx512_bf16", "avx512_vnni"),
     "avx512": (*_AVX2, *_AVX512),
     "avx2": _AVX2,
     "portable": (),

@@ -34,6 +34,7 @@ class WeightsStruct(ctypes.Structure):
         ("has_minimum", ctypes.c_int32),
         ("base", ctypes.c_int32),
         ("zero", ctypes.c_int32),
+        ("as_bytes", ctypes.c_int32),
         ("lookup", ctypes.c_uint16 * 64),
     ]
 
@@ -76,6 +77,21 @@ class Packed:
         struct = WeightsStruct.from_buffer_copy(self.struct)
         struct.bias = bias.data_ptr()
         return Packed(self.lib, struct, (*self.tensors, bias))
+
+    def in_bytes(self, wanted: bool = True) -> Packed:
+        """The same weights, for products with activations rounded to 8 bits, a scale for each 32 inputs of a row.
+
+        The same as it was where weights are no integers; ignored where activations are float32, or the machine has no
+        product of bytes.
+        """
+        struct = WeightsStruct.from_buffer_copy(self.struct)
+        struct.as_bytes = wanted and self.kind.startswith("int")
+        return Packed(self.lib, struct, self.tensors)
+
+    @property
+    def multiplies_bytes(self) -> bool:
+        """True for weights `in_bytes` on a machine that has such products."""
+        return bool(self.struct.as_bytes and self.lib.draftwise_has_bytes())
 
     def part(self, start: int, stop: int) -> Packed:
         """Outputs [start, stop) of the same memory; start must be a multiple of 16."""
@@ -203,7 +219,8 @@ def pack_dense(weight_OI: Tensor, *, lib: ctypes.CDLL | None = None) -> Packed:
 def matmul(x_NI: Tensor, packed: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
     """x W^T, [N, out] in `out_dtype` (x's by default), added up in float32 in one order for any number of rows.
 
-    bfloat16 x multiplies pairs of bfloat16 where the machine has the instruction; float32 x multiplies floats.
+    bfloat16 x multiplies pairs of bfloat16, or bytes for weights `in_bytes`, where the machine has the instruction; float32
+    x multiplies floats.
     """
     out_dtype = out_dtype or x_NI.dtype
     assert x_NI.dtype in (torch.float32, torch.bfloat16) and out_dtype in (torch.float32, torch.bfloat16)

@@ -113,7 +113,7 @@ def build_fused(source: WeightSource, kind: WeightKind, device: torch.device, em
     elif not isinstance(table, kernels.Packed) or kind.quantize or not (kind.keep_blocks or table.kind in DTYPES):
         head = load.linear("model.embed_tokens")
     else:
-        head = load.settle(Compiled(table, None))
+        head = load.settle(Compiled(table, None, kind))
     load.save()
     assert isinstance(head, Compiled)
     return FusedLlama(source.config, kind, table, layers, load.norm("model.norm.weight"), head, load)

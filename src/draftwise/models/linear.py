@@ -26,13 +26,15 @@ class WeightKind:
     """What weights become: `dtype` of activations and dense weights; `quantize` "int8", "int4", or None to keep the file's.
 
     keep_blocks: a file's quantised blocks stay so, else they are expanded to dtype. compiled: use the C++ kernels where
-    this machine has them.
+    this machine has them. round_activations: they multiply quantised weights with activations of 8 bits, a scale for each 32,
+    where dtype is bf16 and the machine can.
     """
 
     dtype: torch.dtype
     quantize: str | None = None
     keep_blocks: bool = True
     compiled: bool = True
+    round_activations: bool = True
 
     def runs_compiled(self, device: torch.device) -> bool:
         """True where products on `device` go through the C++ kernels."""
@@ -178,10 +180,15 @@ class Int4(Linear):
 class Compiled(Linear):
     """Any kind by the C++ kernels: nothing of a file's blocks is rounded, and rows are invariant by construction."""
 
-    def __init__(self, packed: kernels.Packed, bias_M: Tensor | None) -> None:
+    def __init__(self, packed: kernels.Packed, bias_M: Tensor | None, kind: WeightKind) -> None:
         outputs, inputs = packed.shape
         super().__init__(inputs, outputs, bias_M)
-        self.packed, self.kind = packed, packed.kind
+        self.packed, self.kind = packed.in_bytes(kind.round_activations), packed.kind
+
+    @property
+    def rounds_rows(self) -> bool:
+        """True where products round bfloat16 rows to 8 bits."""
+        return self.packed.multiplies_bytes
 
     def product(self, x_NK: Tensor) -> Tensor:
         return kernels.matmul(x_NK, self.packed)
@@ -210,7 +217,7 @@ def make_linear(weight: Tensor | Quantized, bias_M: Tensor | None, kind: WeightK
     """The product for a weight as the checkpoint has it, in the kind asked for, with its row rule probed."""
     bias_M = bias_M.to(device, kind.dtype) if bias_M is not None else None
     if kind.runs_compiled(device):
-        return Compiled(pack(weight, kind), bias_M)
+        return Compiled(pack(weight, kind), bias_M, kind)
     weight = as_asked(weight, kind)
     if isinstance(weight, Tensor):
         return Dense(weight.to(device, kind.dtype), bias_M)

@@ -55,7 +55,7 @@ class Loader:
         bias_M = torch.cat(biases) if biases else None
         kept = self.store.get(joined) if self.store is not None else None
         if kept is not None:
-            return [self.settle(Compiled(kept, bias_M))]
+            return [self.settle(Compiled(kept, bias_M, self.kind))]
         apart = len(names) > 1 and self.store is not None and all(name in self.store for name in names)
         weight = None if apart else stack([self.source.tensor(f"{name}.weight") for name in names])
         if weight is None:
@@ -111,6 +111,8 @@ def describe(linears: Sequence[Linear], head: Linear) -> str:
     """The kinds of weight in use and what they round, for people."""
     kinds = {linear.kind for linear in linears if linear is not head}
     text = f"{' and '.join(sorted(kinds))}, head {head.kind}"
+    if any(isinstance(linear, Compiled) and linear.rounds_rows for linear in linears):
+        text += ", activations int8"
     worst = max(linears, key=lambda linear: linear.rounding)
     if worst.rounding > 1e-4:
         text += f"; torch's kernels round the file's scales: weights differ by up to {worst.rounding:.2%}"

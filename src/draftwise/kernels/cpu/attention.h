@@ -64,7 +64,7 @@ class Paths {
 
 // acc[r][c] += lanes (c, p) times pair (r, p), over pairs in order.
 template <class Mode, int R, int C>
-DW_INLINE void multiply(const uint8_t* lanes, int64_t lane_step, int64_t pair_step, const typename Mode::Pair* x, int64_t stride,
+DW_INLINE void multiply(const uint8_t* lanes, int64_t lane_step, int64_t pair_step, const typename Mode::Cell* x, int64_t stride,
                         int pairs, F (&acc)[R][C]) {
   for (int p = 0; p < pairs; ++p, lanes += pair_step, ++x) {
     if constexpr (std::is_same_v<Mode, Bf16Mode>) {
@@ -138,7 +138,7 @@ DW_INLINE float channel(const float* p) { return *p; }
 template <class Mode, class T>  // T: an element of the pool, uint16_t for bfloat16
 class Attention {
  public:
-  using Pair = typename Mode::Pair;
+  using Pair = typename Mode::Cell;
   static constexpr int kLaneBytes = Mode::kExpanded == kBf16 ? 64 : 128;
 
   int heads, kv_heads, head_dim;

@@ -16,6 +16,16 @@ struct Of : Handle {
   void run(const Pass& pass) override { decoder.run(pass); }
 };
 
+bool all_in_bytes(const DecoderWeights& decoder) {
+  if (decoder.hidden % 32 || decoder.head_dim % 32 || decoder.inner % 32) return false;
+  for (int l = 0; l < decoder.layers; ++l) {
+    const LayerWeights& layer = decoder.layer[l];
+    for (const Weights* w : {layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down})
+      if (w && !w->as_bytes) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 extern "C" {
@@ -24,6 +34,8 @@ int64_t draftwise_sizeof_pass() { return sizeof(Pass); }
 
 void* draftwise_decoder(const DecoderWeights* weights) {
   if (!weights->pool_is_bf16) return new Of<Fp32Mode, float>(*weights);
+  if constexpr (kHasBytes)
+    if (all_in_bytes(*weights)) return new Of<Int8Mode, uint16_t>(*weights);
   if constexpr (kHasBf16)
     return new Of<Bf16Mode, uint16_t>(*weights);
   else

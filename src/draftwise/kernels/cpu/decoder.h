@@ -43,6 +43,9 @@ struct Pass {
 
 template <class Mode, class T>
 class Decoder {
+  using Attends = Attention<typename Mode::Attention, T>;
+  using Cell = typename Mode::Attention::Cell;
+
  public:
   explicit Decoder(const DecoderWeights& weights) : w_(weights) {}
 
@@ -51,14 +54,14 @@ class Decoder {
     const int64_t n = pass.rows;
     const int64_t heads = w_.heads, dim = w_.head_dim;
     x_ = stream_.of<float>(n * w_.hidden + 16);
-    queries_ = query_buffer_.of<typename Mode::Pair>(n * heads * dim / 2);
+    queries_ = query_buffer_.of<Cell>(n * heads * dim / 2);
     normed_.reserve(n, w_.hidden);
     if (pass.beside) joined_.reserve(n, 2 * w_.hidden);
     attended_.reserve(n, int(heads * dim));
     inner_.reserve(n, w_.inner);
     paths_.lay_out(pass.span, int(pass.spans), n);
 
-    Attention<Mode, T> attention{};
+    Attends attention{};
     attention.heads = w_.heads;
     attention.kv_heads = w_.kv_heads;
     attention.head_dim = w_.head_dim;
@@ -101,7 +104,7 @@ class Decoder {
         };
         const int columns = (w_.hidden + 16 * kColumns - 1) / (16 * kColumns);
         if (layer.query) {
-          Attention<Mode, T> here = attention;
+          Attends here = attention;
           here.window = layer.window;
           here.keys = pool(layer.index, 0);
           here.values = pool(layer.index, 1);
@@ -138,7 +141,7 @@ class Decoder {
  private:
   struct Worker {  // one thread's scratch
     Buffer totals, more, head, state;
-    typename Attention<Mode, T>::Scratch attention;
+    typename Attends::Scratch attention;
   };
 
   T* pool(int64_t layer, int which) const {
@@ -162,10 +165,12 @@ class Decoder {
   void norm(const float* from, int64_t row, const float* weight, const Activations<Mode>& to, int first = 0) const {
     const float* x = from + row * w_.hidden;
     const F scale = splat(weight ? scale_of(x, w_.hidden) : 1.0f);
-    for (int at = 0; at < w_.hidden; at += 16) {
+    const auto normed = [&](int at) {
+      if (at >= w_.hidden) return zero();
       const F value = load_input(x, at, w_.hidden);
-      to.put(row, first + at / 16, weight ? value * scale * load_input(weight, at, w_.hidden) : value);
-    }
+      return weight ? value * scale * load_input(weight, at, w_.hidden) : value;
+    };
+    for (int at = 0; at < w_.hidden; at += 32) to.put(row, first + at / 16, normed(at), normed(at + 16));
   }
 
   void final_norm(int64_t row) const {
@@ -206,8 +211,8 @@ class Decoder {
       }
       if (which < 2) rotate(v, pass_->positions[row]);
       if (which == 0) {
-        typename Mode::Pair* to = queries_ + (row * w_.heads + head) * (dim / 2);
-        for (int d = 0; d < dim; d += 16) put_pairs<Mode>(to + d / 2, load(v + d));
+        Cell* to = queries_ + (row * w_.heads + head) * (dim / 2);
+        for (int d = 0; d < dim; d += 16) put_pairs<typename Mode::Attention>(to + d / 2, load(v + d));
       } else {
         T* to = pool(layer.index, which - 1) + (head * pass_->pool_rows + pass_->pool_places[row]) * dim;
         for (int d = 0; d < dim; d += 16)
@@ -230,7 +235,7 @@ class Decoder {
   }
 
   // `before`: layers of this pass whose attention is done
-  void attend(const Attention<Mode, T>& attention, int before, int item, Worker& worker) {
+  void attend(const Attends& attention, int before, int item, Worker& worker) {
     const int count = split_ ? most_blocks_ : 1, unit = item / count;
     const auto& tile = tiles_[unit / w_.kv_heads];
     const int kv_head = unit % w_.kv_heads;
@@ -260,8 +265,12 @@ class Decoder {
         const int slot = attention.slot(tile, r, g);
         const F whole = splat(running.total[slot]);
         const int unit0 = (kv_head * attention.group() + g) * w_.head_dim / 16;
-        for (int d = 0; d < w_.head_dim; d += 16)
-          attended_.put(tile.first + r, unit0 + d / 16, load(running.sum + int64_t(slot) * w_.head_dim + d) / whole);
+        const float* sums = running.sum + int64_t(slot) * w_.head_dim;
+        if constexpr (std::is_same_v<Mode, Int8Mode>)
+          for (int d = 0; d < w_.head_dim; d += 32)
+            attended_.put(tile.first + r, unit0 + d / 16, load(sums + d) / whole, load(sums + d + 16) / whole);
+        else
+          for (int d = 0; d < w_.head_dim; d += 16) attended_.put(tile.first + r, unit0 + d / 16, load(sums + d) / whole);
       }
   }
 
@@ -294,15 +303,25 @@ class Decoder {
     F *gates = worker.totals.template of<F>(size), *ups = worker.more.template of<F>(size);
     tile_product<Mode>(*layer.gate, in, tile, gates);
     tile_product<Mode>(*layer.up, in, tile, ups);
-    for (int c = 0; c < kColumns && tile + c < layer.gate->tiles(); ++c) {
-      const F gate_bias = layer.gate->bias ? load(layer.gate->bias + (tile + c) * 16) : zero();
-      const F up_bias = layer.up->bias ? load(layer.up->bias + (tile + c) * 16) : zero();
-      for (int r = 0; r < in.n; ++r) {
-        const F g = gates[r * kColumns + c] + gate_bias, u = ups[r * kColumns + c] + up_bias;
+    const bool whole = tile + kColumns <= layer.gate->tiles();
+    F gate_bias[kColumns], up_bias[kColumns];
+    for (int c = 0; c < kColumns; ++c) {
+      gate_bias[c] = layer.gate->bias && (c == 0 || whole) ? load(layer.gate->bias + (tile + c) * 16) : zero();
+      up_bias[c] = layer.up->bias && (c == 0 || whole) ? load(layer.up->bias + (tile + c) * 16) : zero();
+    }
+    for (int r = 0; r < in.n; ++r) {
+      F values[kColumns];
+      for (int c = 0; c < kColumns; ++c) {
+        const F g = gates[r * kColumns + c] + gate_bias[c], u = ups[r * kColumns + c] + up_bias[c];
         // the sigmoid's exponent stays where exp() is defined
         const F sigmoid = splat(1.0f) / (splat(1.0f) + exp(min(zero() - g, splat(87.0f))));
-        inner_.put(int64_t(chunk) * kChunkRows + r, tile + c, g * sigmoid * u);
+        values[c] = g * sigmoid * u;
       }
+      const int64_t row = int64_t(chunk) * kChunkRows + r;
+      if constexpr (kColumns == 2)
+        inner_.put(row, tile, values[0], values[1]);
+      else
+        inner_.put(row, tile, values[0]);
     }
   }
 
@@ -311,10 +330,10 @@ class Decoder {
   Buffer stream_, query_buffer_, partial_buffer_;
   float* x_ = nullptr;
   float* partial_ = nullptr;
-  typename Mode::Pair* queries_ = nullptr;
+  Cell* queries_ = nullptr;
   Activations<Mode> normed_, joined_, attended_, inner_;
   Paths paths_;
-  std::vector<typename Attention<Mode, T>::Tile> tiles_;
+  std::vector<typename Attends::Tile> tiles_;
   std::vector<std::atomic<int>> finished_;
   int most_blocks_ = 0;
   bool split_ = false;

@@ -16,10 +16,11 @@ void matmul(const Weights& w, const void* x, int x_is_bf16, int64_t n, void* y, 
   const int columns = (w.tiles() + kColumns - 1) / kColumns;
   const int threads = double(n) * w.out * w.in < 2e5 ? 1 : draftwise_threads();
   const auto pack = [&](int64_t row) {
-    for (int unit = 0; unit < w.units(); ++unit)
-      rows.put(row, unit,
-               x_is_bf16 ? load_input((const uint16_t*)x + row * w.in, unit * kUnit, w.in)
-                         : load_input((const float*)x + row * w.in, unit * kUnit, w.in));
+    const auto input = [&](int at) {
+      if (at >= w.in) return zero();
+      return x_is_bf16 ? load_input((const uint16_t*)x + row * w.in, at, w.in) : load_input((const float*)x + row * w.in, at, w.in);
+    };
+    for (int unit = 0; unit < w.units(); unit += 2) rows.put(row, unit, input(unit * kUnit), input((unit + 1) * kUnit));
   };
   const bool few = n <= 4;
   if (few)
@@ -72,8 +73,12 @@ void draftwise_unpack_rows(const Weights* w, const int64_t* rows, int64_t n, flo
   });
 }
 
-// as_bf16: multiply pairs of bfloat16, where the machine has them; x is rounded to them.
+int draftwise_has_bytes() { return kHasBytes; }
+
+// as_bf16: multiply pairs of bfloat16, or bytes for weights that say so, where the machine has them; x is rounded to them.
 void draftwise_matmul(const Weights* w, const void* x, int x_is_bf16, int64_t n, void* y, int y_is_bf16, int as_bf16) {
+  if constexpr (kHasBytes)
+    if (as_bf16 && w->as_bytes) return matmul<Int8Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
   if constexpr (kHasBf16)
     if (as_bf16 && w->kind != kFp32) return matmul<Bf16Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
   matmul<Fp32Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);

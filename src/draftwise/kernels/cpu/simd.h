@@ -55,6 +55,8 @@ DW_INLINE F operator/(F a, F b) { DW_EACH a.part[i] /= b.part[i]; return a; }
 DW_INLINE U operator&(U a, U b) { DW_EACH a.part[i] &= b.part[i]; return a; }
 DW_INLINE U operator|(U a, U b) { DW_EACH a.part[i] |= b.part[i]; return a; }
 DW_INLINE U operator+(U a, U b) { DW_EACH a.part[i] += b.part[i]; return a; }
+DW_INLINE U operator*(U a, U b) { DW_EACH a.part[i] *= b.part[i]; return a; }
+DW_INLINE U operator^(U a, U b) { DW_EACH a.part[i] ^= b.part[i]; return a; }
 DW_INLINE U operator>>(U a, int n) { DW_EACH a.part[i] >>= n; return a; }
 DW_INLINE U operator<<(U a, int n) { DW_EACH a.part[i] <<= n; return a; }
 
@@ -244,6 +246,35 @@ DW_INLINE F dot_bf16(F acc, U a, U b) {
   acc.part[0] = (NativeF)_mm512_dpbf16_ps((__m512)acc.part[0], (__m512bh)a.part[0], (__m512bh)b.part[0]);
   return acc;
 }
+#endif
+
+// Bytes
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+constexpr bool kHasBytes = true;
+
+// acc + a * b over the four bytes of each lane, a without sign, b with one. Exact.
+DW_INLINE U dot_bytes(U acc, U a, U b) {
+  acc.part[0] = (NativeU)_mm512_dpbusd_epi32((__m512i)acc.part[0], (__m512i)a.part[0], (__m512i)b.part[0]);
+  return acc;
+}
+// Each byte of the result: eight bits of the same 64, from the bit that the byte of `at` names.
+DW_INLINE U fields(U at, U from) {
+  from.part[0] = (NativeU)_mm512_multishift_epi64_epi8((__m512i)at.part[0], (__m512i)from.part[0]);
+  return from;
+}
+DW_INLINE bool any_nan(F a, F b) {
+  return _mm512_cmp_ps_mask((__m512)a.part[0], (__m512)b.part[0], _CMP_UNORD_Q) != 0;
+}
+// Put 16 values, rounded, down as bytes, four to a word: 0, 2, 1, 3, then 4, 6, 5, 7 and so on. Returns their sum.
+DW_INLINE int32_t store_bytes(uint32_t* to, F values) {
+  const __m512i order = _mm512_setr_epi32(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+  const __m512i whole = _mm512_cvtps_epi32((__m512)values.part[0]);
+  _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_permutexvar_epi32(order, whole)));
+  return _mm512_reduce_add_epi32(whole);
+}
+#else
+constexpr bool kHasBytes = false;
 #endif
 
 DW_INLINE void pause() {

@@ -22,7 +22,7 @@ struct Inner {
   const Slab& slab;
   const Lookup<K>& lookup;
   const float zero;
-  const typename Mode::Pair* x;
+  const typename Mode::Cell* x;
   const uint8_t* codes[kColumns];
   uint8_t* keep[kColumns];
 
@@ -45,7 +45,7 @@ struct Inner {
         codes[c] += unit_bytes(K);
         if (Keep) keep[c] += unit_bytes(Mode::kExpanded);
       }
-      x += 8 * R;
+      x += Mode::kCells * R;
     }
   }
 
@@ -79,6 +79,60 @@ struct Inner {
   }
 };
 
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+// The same with codes and inputs as bytes.
+template <int K, int R, bool Keep, bool Fetch>
+struct ByteInner {
+  const Slab& slab;
+  const uint32_t* x;
+  const uint8_t* codes[kColumns];
+  uint8_t* keep[kColumns];
+  static constexpr int kChains = R <= 2 ? 2 : 1;  // sums that do not wait for each other
+
+  // acc += `Count` units of codes times the rows' cells
+  template <int Count>
+  DW_INLINE void units(U (&acc)[R][kColumns]) {
+    U more[R][kColumns];
+    if constexpr (kChains == 2)
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kColumns; ++c) more[r][c] = splat(0u);
+#pragma GCC unroll 2
+    for (int unit = 0; unit < Count; ++unit) {
+      if (Fetch) {
+        const int64_t ahead = slab.ahead(codes[0]);
+        for (int c = 0; c < kColumns; ++c) fetch(codes[c] + ahead, unit_bytes(K));
+      }
+      quads<0>(acc);
+      quads<1>(kChains == 2 ? more : acc);
+      quads<2>(acc);
+      quads<3>(kChains == 2 ? more : acc);
+      for (int c = 0; c < kColumns; ++c) {
+        codes[c] += unit_bytes(K);
+        if (Keep) keep[c] += unit_bytes(kCodes);
+      }
+      x += 4 * R;
+    }
+    if constexpr (kChains == 2)
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < kColumns; ++c) acc[r][c] = acc[r][c] + more[r][c];
+  }
+
+  template <int Q>
+  DW_INLINE void quads(U (&acc)[R][kColumns]) const {
+    U w[kColumns];
+    for (int c = 0; c < kColumns; ++c) {
+      w[c] = quad<K, Q>(codes[c]);
+      if (Keep) store((uint32_t*)keep[c] + Q * 16, w[c]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const U b = splat(x[r * 4 + Q]);
+      for (int c = 0; c < kColumns; ++c) acc[r][c] = dot_bytes(acc[r][c], w[c], b);
+    }
+  }
+};
+#endif
+
 template <class Mode>
 class TileProduct {
  public:
@@ -89,7 +143,8 @@ class TileProduct {
       case kInt4: return product<kInt4>(tile, total);
       case kInt6: return product<kInt6>(tile, total);
       case kInt8: return product<kInt8>(tile, total);
-      case kBf16: return product<kBf16>(tile, total);
+      case kBf16:
+        if constexpr (!std::is_same_v<Mode, Int8Mode>) return product<kBf16>(tile, total);
       default:
         if constexpr (std::is_same_v<Mode, Fp32Mode>) return product<kFp32>(tile, total);
     }
@@ -126,8 +181,17 @@ class TileProduct {
   template <int K, int R, bool Keep, bool Fetch>
   DW_INLINE void block(const Slab& slab, int block, const Lookup<K>& lookup, const uint8_t* const* codes, F* totals,
                        uint8_t* const* keep) const {
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+    if constexpr (std::is_same_v<Mode, Int8Mode>) return byte_block<K, R, Keep, Fetch>(slab, block, codes, totals, keep);
+#endif
+    if constexpr (!std::is_same_v<Mode, Int8Mode>) return float_block<K, R, Keep, Fetch>(slab, block, lookup, codes, totals, keep);
+  }
+
+  template <int K, int R, bool Keep, bool Fetch>
+  DW_INLINE void float_block(const Slab& slab, int block, const Lookup<K>& lookup, const uint8_t* const* codes, F* totals,
+                             uint8_t* const* keep) const {
     F* total = totals + block * R * kColumns;
-    Inner<Mode, K, R, Keep, Fetch> inner{slab, lookup, float(w_.zero), x_.pairs_at(block, slab.first), {}, {}};
+    Inner<Mode, K, R, Keep, Fetch> inner{slab, lookup, float(w_.zero), x_.cells_at(block, slab.first), {}, {}};
     for (int c = 0; c < kColumns; ++c) inner.codes[c] = codes[c], inner.keep[c] = keep[c];
     F acc[R][kColumns];
     if (!w_.group) {
@@ -152,8 +216,48 @@ class TileProduct {
         for (int c = 0; c < kColumns; ++c)
           total[r * kColumns + c] = fma(slab.scales[group][0][c], acc[r][c], total[r * kColumns + c]);
     }
-    if (w_.has_minimum) minima<R>(slab, group, x_.sums_at(block, slab.first), total);
+    if (w_.has_minimum) minima<R>(slab, group, x_.facts_at(block, slab.first), total);
   }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+  template <int K, int R, bool Keep, bool Fetch>
+  DW_INLINE void byte_block(const Slab& slab, int block, const uint8_t* const* codes, F* totals, uint8_t* const* keep) const {
+    F* total = totals + block * R * kColumns;
+    ByteInner<K, R, Keep, Fetch> inner{slab, x_.cells_at(block, slab.first), {}, {}};
+    for (int c = 0; c < kColumns; ++c) inner.codes[c] = codes[c], inner.keep[c] = keep[c];
+    const float* facts = x_.facts_at(block, slab.first);
+    int group = 0, at = 0;
+    if (w_.group == kUnit) {
+      for (; at < slab.units; ++at, ++group) byte_group<1, R>(slab, group, inner, facts, kUnitSums + at, at / 2, total);
+    } else {
+      for (; at + 1 < slab.units; at += 2, ++group) byte_group<2, R>(slab, group, inner, facts, kGroupSums + group, group, total);
+      if (at < slab.units) byte_group<1, R>(slab, group, inner, facts, kGroupSums + group, group, total), ++group;
+    }
+    if (w_.has_minimum) minima<R>(slab, group, facts, total);
+  }
+
+  // `Units` units, which share a scale; of their inputs, `sum` is where the integers' sum is among the facts.
+  template <int Units, int R, class Inner>
+  DW_INLINE void byte_group(const Slab& slab, int group, Inner& inner, const float* facts, int sum, int scale, F* total) const {
+    const uint32_t shift = uint32_t(-(w_.kind == kInt8 ? 128 : w_.zero));
+    U acc[R][kColumns];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const U start = shift ? splat(((const uint32_t*)facts)[r * Int8Mode::kFacts + sum]) * splat(shift) : splat(0u);
+      for (int c = 0; c < kColumns; ++c) acc[r][c] = start;
+    }
+    inner.template units<Units>(acc);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const F by = splat(facts[r * Int8Mode::kFacts + kScales + scale]);
+      for (int c = 0; c < kColumns; ++c) {
+        const F part = convert(acc[r][c]) * by;
+        F& all = total[r * kColumns + c];
+        all = w_.group ? fma(slab.scales[group][0][c], part, all) : all + part;
+      }
+    }
+  }
+#endif
 
   // The slab's minima, each times the sum of its group's inputs.
   template <int R>
@@ -161,7 +265,7 @@ class TileProduct {
     float by_group[R][kSlabUnits];
     for (int r = 0; r < R; ++r)
       for (int g = 0; g < kSlabUnits; ++g) {
-        const float* sum = sums + kSlabUnits * r;
+        const float* sum = sums + Mode::kFacts * r;
         by_group[r][g] = w_.group == kUnit ? sum[g] : g < kSlabUnits / 2 ? sum[2 * g] + sum[2 * g + 1] : 0;
       }
     F acc[R][kColumns];
@@ -221,7 +325,7 @@ class TileProduct {
       const F minimum = load(w_.row_minimum + at);
       for (int r = 0; r < x_.n; ++r) {
         float all = 0;
-        for (int u = 0; u < x_.units; ++u) all += x_.sums_at(r / x_.height, u)[kSlabUnits * (r % x_.height)];
+        for (int u = 0; u < x_.units; ++u) all += x_.facts_at(r / x_.height, u)[Mode::kFacts * (r % x_.height)];
         total[r * kColumns + c] = fma(minimum, splat(all), total[r * kColumns + c]);
       }
     }

@@ -17,7 +17,7 @@ namespace dw {
 constexpr int kUnit = 16;       // inputs
 constexpr int kSlabUnits = 16;  // units
 
-enum Kind : int32_t { kInt4, kInt6, kInt8, kBf16, kFp32 };
+enum Kind : int32_t { kInt4, kInt6, kInt8, kBf16, kFp32, kCodes };  // kCodes: expanded to bytes, in no checkpoint
 enum Scale : int32_t { kNoScale, kHalf, kTwoLevel, kFloat };
 
 struct Weights {
@@ -31,6 +31,7 @@ struct Weights {
   int32_t group;  // inputs per scale: 16, 32, or 0 for none or one a row
   int32_t has_minimum;
   int32_t base, zero;
+  int32_t as_bytes;  // multiply bytes, where the machine can and activations are not floats
   uint16_t lookup[64];  // code -> bfloat16 of (code - zero), for four and six bits
 
   int units() const { return (in + kUnit - 1) / kUnit; }
@@ -38,7 +39,7 @@ struct Weights {
 };
 
 constexpr int unit_bytes(int kind) {
-  return kind == kInt4 ? 128 : kind == kInt6 ? 192 : kind == kInt8 ? 256 : kind == kBf16 ? 512 : 1024;
+  return kind == kInt4 ? 128 : kind == kInt6 ? 192 : kind == kInt8 || kind == kCodes ? 256 : kind == kBf16 ? 512 : 1024;
 }
 
 struct Layout {  // of a slab's scales
@@ -101,6 +102,38 @@ DW_INLINE U codes(const uint8_t* unit) {
     return load(words + P * 16);
   }
 }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+// Where each byte of four codes of `bits` bits begins in a word whose halves hold them from bit `first` on, for `fields`.
+constexpr uint64_t fields_at(int first, int bits) {
+  uint64_t at = 0;
+  for (int byte = 0; byte < 8; ++byte) at |= uint64_t(first + byte / 2 * 16 + byte % 2 * bits) << (8 * byte);
+  return at;
+}
+DW_INLINE U splat64(uint64_t x) {
+  U a;
+  a.part[0] = (NativeU)_mm512_set1_epi64(int64_t(x));
+  return a;
+}
+
+// The codes of inputs 4Q, 4Q + 2, 4Q + 1, 4Q + 3 as bytes without sign; those of eight bits are 128 more than they were.
+template <int K, int Q>
+DW_INLINE U quad(const uint8_t* unit) {
+  const uint32_t* words = (const uint32_t*)unit;
+  if constexpr (K == kInt4) {
+    return fields(splat64(fields_at(8 * (Q % 2), 4)), load(words + Q / 2 * 16)) & splat(0x0f0f0f0fu);
+  } else if constexpr (K == kInt6) {
+    if constexpr (Q < 3)
+      return fields(splat64(fields_at(0, 6)), load(words + Q * 16)) & splat(0x3f3f3f3fu);
+    else
+      return codes<K, 6>(unit) | codes<K, 7>(unit) << 8;
+  } else if constexpr (K == kInt8) {
+    return load(words + Q * 16) ^ splat(0x80808080u);
+  } else {
+    return load(words + Q * 16);
+  }
+}
+#endif
 
 // Low and high byte of the bfloat16 of 0 .. 127.
 struct ByteTables {
