@@ -125,6 +125,16 @@ def test_generate_prints_the_text_and_figures_apart(run, model, llm):
     assert "tokens/s" in err and "tokens a pass" in err and "drafter ngram" in err
 
 
+def test_a_seed_that_was_not_given_is_told_and_gives_the_text_again(run, model):
+    asked = ["generate", PROMPT, "--model", model, "--max-tokens", "20", "--temperature", "1"]
+    _, text, err = run(*asked)
+    seed = err.rsplit("seed ", 1)[1].split()[0]
+    assert run(*asked, "--seed", seed)[1] == text
+    told = json.loads(run(*asked, "--json")[1])
+    assert json.loads(run(*asked, "--json", "--seed", str(told["seed"]))[1])["text"] == told["text"]
+    assert "seed" not in run(*asked[:-2])[2]
+
+
 def test_generate_reads_standard_input(run, model, llm):
     _, out, _ = run("generate", "-", "--model", model, "--max-tokens", "8", "--raw", stdin=PROMPT)
     assert out == llm.generate(PROMPT, raw=True, max_tokens=8).text + "\n"

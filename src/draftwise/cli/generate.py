@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from typing import Any
 
@@ -43,6 +44,9 @@ def command(
         return show_options(help_drafter)
     texts = _texts(prompt, prompts_file, limit)
     params = options.sampling_params(flags)
+    if params["seed"] is None:
+        params["seed"] = secrets.randbits(32)
+    told = params["seed"] if params["temperature"] else None
     chosen = options.drafter_options(drafter, flags["options"])
 
     from draftwise.cli import output
@@ -50,18 +54,18 @@ def command(
     llm = options.load(flags, drafter=drafter, options=chosen, batch=batch)
     params |= options.bad_words(flags, llm)
     if prompts_file is None and not as_json:
-        return output.figures([output.stream(llm.stream(texts[0], raw=flags["raw"], **params))])
+        return output.figures([output.stream(llm.stream(texts[0], raw=flags["raw"], **params))], seed=told)
     results = []
     for start in range(0, len(texts), len(texts) if batch > 1 else 1):
         for result in llm.generate(texts[start:] if batch > 1 else texts[start : start + 1], raw=flags["raw"], **params):
             results.append(result)
             if as_json:
-                output.print_json(result.as_dict())
+                output.print_json(result.as_dict() | {"seed": params["seed"]})
             else:
                 click.echo(click.style(f"— {len(results)} of {len(texts)}", dim=True))
                 click.echo(result.text)
     if not as_json:
-        output.figures(results)
+        output.figures(results, seed=told)
 
 
 def _texts(prompt: str | None, prompts_file: str | None, limit: int | None) -> list[str]:

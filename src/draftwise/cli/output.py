@@ -40,8 +40,8 @@ def stream(events: Iterator[Event]) -> Result:
     return result
 
 
-def figures(results: Sequence[Result]) -> None:
-    """One line on standard error: how fast, how many tokens a pass, how much was accepted, and who drafted."""
+def figures(results: Sequence[Result], *, seed: int | None = None) -> None:
+    """One line on standard error: how fast, how many tokens a pass, how much was accepted, who drafted, and by what seed."""
     from draftwise import LLM
 
     stats = LLM.pool(results)
@@ -49,6 +49,8 @@ def figures(results: Sequence[Result]) -> None:
     if stats.drafted:
         parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens accepted")
     parts.append(f"drafter {results[0].drafter}")
+    if seed is not None:
+        parts.append(f"seed {seed}")
     if in_colour() and stats.accepted:
         parts.append(click.style("drafted and accepted tokens in this colour", fg=DRAFTED))
     click.echo(" · ".join(parts), err=True, color=in_colour() or None)

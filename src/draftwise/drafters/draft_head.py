@@ -19,7 +19,7 @@ def spread(known_Nv: Tensor, tokens_v: Tensor | None, vocab: int) -> Tensor:
     tokens_v: the target's id of each of the draft's tokens; None where both count alike.
     """
     if tokens_v is not None:
-        return known_Nv.new_full((len(known_Nv), vocab), -torch.inf).index_copy_(1, tokens_v, known_Nv)
+        return known_Nv.new_full((len(known_Nv), vocab), -torch.inf).scatter_(1, tokens_v.expand_as(known_Nv), known_Nv)
     short = vocab - known_Nv.shape[1]
     return F.pad(known_Nv, (0, short), value=-torch.inf) if short > 0 else known_Nv[:, :vocab]
 
