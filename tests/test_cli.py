@@ -149,7 +149,7 @@ def test_generate_json_is_the_same_with_and_without_drafts(run, model, sampling)
         assert code == 0
         found.append(json.loads(out))
     plain, drafted = found
-    assert list(plain) == ["text", "tokens", "finish_reason", "stats"] and list(plain["stats"]) == STATS
+    assert list(plain) == ["text", "tokens", "finish_reason", "stats", "seed"] and list(plain["stats"]) == STATS
     assert set(plain["stats"]["seconds"]) == {"prefill", "draft", "target", "decode", "total"}
     assert (plain["stats"]["drafter"], drafted["stats"]["drafter"]) == ("none", "ngram")
     assert plain["stats"]["drafted"] == 0 < drafted["stats"]["drafted"]
