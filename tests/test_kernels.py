@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import re
 import threading
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from draftwise import kernels
 from draftwise.kernels import loader, reference
+from draftwise.kernels.packed import memory
 from libraries import OTHERS
 
 SHAPES = [(48, 576), (50, 96), (33, 272), (17, 40), (130, 1536)]
@@ -158,6 +161,20 @@ def test_bias_is_added_in_float32():
     assert close(
         kernels.matmul(x, packed.with_bias(bias), torch.float32), reference.matmul(x, dense, torch.float64) + bias, 3e-6
     )
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="an operating system without huge pages")
+def test_large_weights_ask_for_huge_pages_in_memory_that_can_have_them():
+    data = memory(1 << 23)
+    flags, inside = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match("[0-9a-f]+-[0-9a-f]+ ", line):
+            low, high = (int(end, 16) for end in line.split()[0].split("-"))
+            inside = low <= data.data_ptr() < high
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert data.data_ptr() % (1 << 21) == 0 and len(data) == 1 << 23
+    assert " hg" in flags and " sh" not in flags  # shared memory has none unless the system is set up for it
 
 
 def test_wrong_shapes_are_named():

@@ -125,7 +125,7 @@ def memory(nbytes: int) -> Tensor:
     page = 1 << 21
     if nbytes < page or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)
-    region = mmap.mmap(-1, nbytes + page)
+    region = mmap.mmap(-1, nbytes + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(region, dtype=torch.uint8)
     start = -whole.data_ptr() % page
     with contextlib.suppress(OSError):
