@@ -35,8 +35,8 @@ DEFAULT_MINUTES = 20.0
 @click.option("--updates", type=click.IntRange(min=1), metavar="N", help="Updates, whatever time they take.")
 @click.option("--resume", is_flag=True, help="Go on from DIR's checkpoint.")
 @click.option("-o", "pairs", type=options.pair, metavar="KEY=VALUE", multiple=True, help="An option of the kind; repeatable.")
-@click.option("--rows", type=click.IntRange(min=1), default=2048, show_default=True, help="Answered tokens of an update.")
-@click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=1e-3, show_default=True)
+@click.option("--rows", type=click.IntRange(min=1), default=1280, show_default=True, help="Answered tokens of an update.")
+@click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), default=2e-3, show_default=True)
 @click.option("--precision", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--invented", type=click.FloatRange(0, 1), metavar="SHARE",

@@ -45,8 +45,8 @@ class Plan:
     minutes: float | None = None
     tokens: int | None = None
     updates: int | None = None
-    rows: int = 2048
-    learning_rate: float = 1e-3
+    rows: int = 1280
+    learning_rate: float = 2e-3
     precision: str = "bf16"
     seed: int = 0
     most_tokens: int = 768
