@@ -279,7 +279,7 @@ def test_two_of_them_draft_together_and_beside_a_free_one():
 
 def test_it_learns_what_it_costs_and_forgets_its_requests():
     drafter, setting = target_with(TREES["chain"])
-    assert drafter.seconds_per_depth(1) == 0
+    assert drafter.seconds_per_depth(1) == drafter.seconds_to_begin(1) == 0
     run(drafter, RAGGED, draft_tokens=4, **setting)
     assert drafter.seconds_per_depth(1) > 0 and not drafter._states
 

@@ -91,3 +91,26 @@ class Pace:
         else:
             surprise = math.log(seconds / self.seconds)
             self.seconds *= math.exp(self.SHARE * max(-self.MOST, min(self.MOST, surprise)))
+
+
+class Levels:
+    """What drafting takes, level by level: the first one reads what is new, and finds the draft's weights out of reach."""
+
+    def __init__(self) -> None:
+        self._first, self._next = Pace(), Pace()
+
+    def learn(self, begun: float, seconds: float, depth: int) -> None:
+        """Take in a draft of `depth` levels: seconds until the first one could be drafted from, and in all."""
+        self._first.learn(begun if depth > 1 else seconds)
+        if depth > 1:
+            self._next.learn((seconds - begun) / (depth - 1))
+
+    @property
+    def each(self) -> float:
+        """Seconds of a level after the first; half of that one's until there was one."""
+        return self._next.seconds or self._first.seconds / 2
+
+    @property
+    def beginning(self) -> float:
+        """Seconds that the first level takes beyond those of another."""
+        return max(self._first.seconds - self.each, 0.0)

@@ -84,6 +84,10 @@ class Drafter:
     def forget(self, seq: Sequence) -> None:
         """The sequence ended: drop what is kept of it."""
 
+    def seconds_to_begin(self, batch: int) -> float:
+        """Estimated time that the first level of drafts for `batch` sequences takes beyond what another one takes."""
+        return 0.0
+
     def seconds_per_depth(self, batch: int) -> float:
         """Estimated time to draft one level deeper for `batch` sequences; 0 where drafting is free."""
         return 0.0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftwise.cache import PAGE
 from draftwise.checkpoint import open_checkpoint
-from draftwise.drafters.averages import Pace, Rates
+from draftwise.drafters.averages import Levels, Pace, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
 from draftwise.drafters.crossing import Crossing, Shared, Written
 from draftwise.drafters.growth import grow
@@ -101,7 +101,7 @@ class CrossDrafter(Drafter):
         self._writer = Sequence(-1, Request(prompt=(0,)), end_tokens=(), context=context, decoder=draft.decoder())
         self._states: dict[int, _State] = {}
         self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
-        self._level, self._row = Pace(), Pace()
+        self._levels, self._row = Levels(), Pace()
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
@@ -124,9 +124,10 @@ class CrossDrafter(Drafter):
         if drafting:
             late = any(len(ids) > FEW for ids in unread)
             rows = self._catch_up(drafting, crossings, unread)
+            begun = time.perf_counter() - started
             grow([crossing.tree for crossing in crossings], rows, lambda nodes: self._expand(drafting, crossings, nodes))
             if not late:
-                self._level.learn((time.perf_counter() - started) / max(crossing.tree.depth for crossing in crossings))
+                self._levels.learn(begun, time.perf_counter() - started, max(crossing.tree.depth for crossing in crossings))
         return [made.draft() if (made := self._states[seq.id].crossing) is not None else NO_DRAFT for seq in seqs]
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
@@ -140,8 +141,11 @@ class CrossDrafter(Drafter):
         if state is not None:
             self.cache.free(state.slot)
 
+    def seconds_to_begin(self, batch: int) -> float:
+        return self._levels.beginning
+
     def seconds_per_depth(self, batch: int) -> float:
-        return self._level.seconds
+        return self._levels.each
 
     def seconds_to_catch_up(self, seq: Sequence) -> float:
         unread = len(seq.tokens) - (self._states[seq.id].seen if seq.id in self._states else 0)

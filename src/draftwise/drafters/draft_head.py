@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import draftwise.kernels as kernels
 from draftwise.models.base import Model
-from draftwise.models.linear import WeightKind, make_linear
+from draftwise.models.linear import Compiled, WeightKind, make_linear
 
 
 def spread(known_Nv: Tensor, tokens_v: Tensor | None, vocab: int) -> Tensor:
@@ -40,4 +41,7 @@ class DraftHead:
 
     def __call__(self, rows_NC: Tensor) -> Tensor:
         """Logits, float32 [N, V]."""
-        return spread(self.product(rows_NC.to(self.dtype)).float(), self.tokens_v, self.vocab)
+        rows_NC = rows_NC.to(self.dtype)
+        compiled = isinstance(self.product, Compiled)
+        known_Nv = kernels.matmul(rows_NC, self.product.packed, torch.float32) if compiled else self.product(rows_NC).float()
+        return spread(known_Nv, self.tokens_v, self.vocab)

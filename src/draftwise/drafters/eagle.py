@@ -39,12 +39,15 @@ class EagleRunner:
 
     def __init__(self, network: EagleNetwork, target: Model, *, vocab: int, kind: WeightKind) -> None:
         shape = network.shape
-        self.taps, self.width = shape.taps, shape.width
+        self.taps = shape.taps
         self.target, self.shape, self.kind = target, shape, kind
         own = network.lm_head.weight.detach() if shape.own_head else None
         self.head = DraftHead(target, network.d2t, own, vocab=vocab, kind=kind)
         self.network = network.serve(kind, target.device)
         self.decoder = _compiled(self.network, kind, target.device)
+        # the compiled layer has the norm before the head at hand: rows hand it on behind the state
+        self.norms = self.decoder is not None and shape.joins and not shape.recycle_normed
+        self.width = shape.width * (2 if self.norms else 1)
 
     def new_cache(self, capacity: int) -> KVCache:
         shape = self.shape
@@ -64,14 +67,17 @@ class EagleRunner:
         return self._run(batch, cache, above_NW)
 
     def logits(self, rows_NW: Tensor) -> Tensor:
-        return self.head(self.network.before_head(rows_NW))
+        return self.head(rows_NW[:, self.shape.width :] if self.norms else self.network.before_head(rows_NW))
 
     def _run(self, batch: Batch, cache: KVCache, state_NC: Tensor) -> Tensor:
+        state_NC = state_NC[:, : self.shape.width]
         embedded_NC = self.target.embed(batch.tokens_N)
         if self.decoder is not None:
             inputs_NC = self.network.mix(embedded_NC, state_NC)
             beside_NC = embedded_NC if self.shape.joins else None
             hidden = self.decoder.forward(batch, cache, (1,), inputs_NC=inputs_NC, beside_NC=beside_NC)
+            if self.norms:
+                return torch.cat([hidden.taps[1], hidden.final.float()], -1)
             return hidden.final if self.shape.recycle_normed else hidden.taps[1]
         attention = cached_attention(self.network.midlayer.config, batch, cache, 0)
         tables = self.network.midlayer.rotary.tables(batch.positions_N, self.kind.dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwise.cache import PAGE, KVCache
-from draftwise.drafters.averages import Pace, Rates
+from draftwise.drafters.averages import Levels, Pace, Rates
 from draftwise.drafters.base import Drafter
 from draftwise.drafters.growth import Tree, grow
 from draftwise.drafters.trees import CHAIN, Trees
@@ -77,7 +77,7 @@ class FeatureDrafter(Drafter):
         self.cache = network.new_cache(max_batch * (context + trees.most_read + PAGE))
         self._states: dict[int, _State] = {}
         self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
-        self._level, self._row = Pace(), Pace()
+        self._levels, self._row = Levels(), Pace()
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
@@ -95,9 +95,11 @@ class FeatureDrafter(Drafter):
         if drafting:
             late = any(state.unread > FEW for _, state in drafting)
             states = [state for _, state in drafting]
-            grow(trees, self._catch_up(drafting), lambda frontiers: self._read(states, frontiers))
+            logits_NV = self._catch_up(drafting)
+            begun = time.perf_counter() - started
+            grow(trees, logits_NV, lambda frontiers: self._read(states, frontiers))
             if not late:
-                self._level.learn((time.perf_counter() - started) / max(tree.depth for tree in trees))
+                self._levels.learn(begun, time.perf_counter() - started, max(tree.depth for tree in trees))
         made = {seq.id: state.tree.draft() for seq, state in drafting if state.tree is not None}
         return [made.get(seq.id, NO_DRAFT) for seq in seqs]
 
@@ -121,8 +123,11 @@ class FeatureDrafter(Drafter):
         if state is not None:
             self.cache.free(state.slot)
 
+    def seconds_to_begin(self, batch: int) -> float:
+        return self._levels.beginning
+
     def seconds_per_depth(self, batch: int) -> float:
-        return self._level.seconds
+        return self._levels.each
 
     def seconds_to_catch_up(self, seq: Sequence) -> float:
         state = self._states.get(seq.id)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftwise.drafters.averages import Pace, Rates
+from draftwise.drafters.averages import Levels, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
 from draftwise.drafters.decoder_layer import to_kind
 from draftwise.drafters.draft_head import DraftHead
@@ -100,7 +100,7 @@ class MedusaDrafter(Drafter):
         self.max_depth = min(trees.depth, runner.most)
         self._states: dict[int, _State] = {}
         self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
-        self._level = Pace()
+        self._levels = Levels()
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
@@ -117,6 +117,7 @@ class MedusaDrafter(Drafter):
         if drafting:
             depth = max(tree.limit.depth for tree in trees)
             logits_DSV = self.runner.logits(torch.stack([state.final for state in drafting]), depth)
+            begun = time.perf_counter() - started
 
             def below(frontiers: list[list[int]]) -> Iterator[Tensor]:
                 for place, (tree, nodes) in enumerate(zip(trees, frontiers, strict=True)):
@@ -124,7 +125,7 @@ class MedusaDrafter(Drafter):
                         yield logits_DSV[len(tree.place(node))][place]
 
             grow(trees, logits_DSV[0], below)
-            self._level.learn((time.perf_counter() - started) / depth)
+            self._levels.learn(begun, time.perf_counter() - started, depth)
         made = {tree.seq.id: tree.draft() for tree in trees}
         return [made.get(seq.id, NO_DRAFT) for seq in seqs]
 
@@ -140,8 +141,11 @@ class MedusaDrafter(Drafter):
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.id, None)
 
+    def seconds_to_begin(self, batch: int) -> float:
+        return self._levels.beginning
+
     def seconds_per_depth(self, batch: int) -> float:
-        return self._level.seconds
+        return self._levels.each
 
 
 def build(options: Options, target: Target, source: DraftSource | None) -> MedusaDrafter:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwise.cache import PAGE
 from draftwise.checkpoint import open_checkpoint
-from draftwise.drafters.averages import Pace, Rates
+from draftwise.drafters.averages import Levels, Pace, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
 from draftwise.drafters.draft_head import spread
 from draftwise.drafters.growth import Tree, grow
@@ -70,7 +70,7 @@ class ModelDrafter(Drafter):
         self.cache = model.new_cache(max_batch * (context + trees.most_read + PAGE))
         self._states: dict[int, _State] = {}
         self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
-        self._level, self._row = Pace(), Pace()
+        self._levels, self._row = Levels(), Pace()
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
@@ -88,9 +88,11 @@ class ModelDrafter(Drafter):
         if drafting:
             late = any(self._unread(seq) > FEW for seq in drafting)
             states = [self._states[seq.id] for seq in drafting]
-            grow(trees, self._catch_up(drafting), lambda frontiers: self._read(states, frontiers))
+            logits_NV = self._catch_up(drafting)
+            begun = time.perf_counter() - started
+            grow(trees, logits_NV, lambda frontiers: self._read(states, frontiers))
             if not late:
-                self._level.learn((time.perf_counter() - started) / max(tree.depth for tree in trees))
+                self._levels.learn(begun, time.perf_counter() - started, max(tree.depth for tree in trees))
         return [tree.draft() if (tree := self._states[seq.id].tree) is not None else NO_DRAFT for seq in seqs]
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
@@ -106,8 +108,11 @@ class ModelDrafter(Drafter):
         if state is not None:
             self.cache.free(state.slot)
 
+    def seconds_to_begin(self, batch: int) -> float:
+        return self._levels.beginning
+
     def seconds_per_depth(self, batch: int) -> float:
-        return self._level.seconds
+        return self._levels.each
 
     def seconds_to_catch_up(self, seq: Sequence) -> float:
         unread = self._unread(seq)

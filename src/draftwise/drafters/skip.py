@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from draftwise.cache import KVCache
-from draftwise.drafters.averages import Pace, Rates
+from draftwise.drafters.averages import Levels, Rates
 from draftwise.drafters.base import Drafter, DraftSource, Target
 from draftwise.drafters.growth import Tree, grow
 from draftwise.drafters.skipset import EXAMPLE, NOTHING, SkipSet, after
@@ -79,7 +79,7 @@ class SkipDrafter(Drafter):
         self.max_depth = trees.depth
         self._states: dict[int, _State] = {}
         self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
-        self._level = Pace()
+        self._levels = Levels()
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], limits: Seq[Limit]) -> list[Draft]:
@@ -96,11 +96,13 @@ class SkipDrafter(Drafter):
                 trees.append(state.tree)
         if drafting:
             try:
-                grow(trees, self._begin(drafting), lambda frontiers: self._read(drafting, frontiers))
+                logits_NV = self._begin(drafting)
+                begun = time.perf_counter() - started
+                grow(trees, logits_NV, lambda frontiers: self._read(drafting, frontiers))
             finally:
                 for seq in drafting:
                     self.cache.discard(_slot(seq))
-            self._level.learn((time.perf_counter() - started) / max(tree.depth for tree in trees))
+            self._levels.learn(begun, time.perf_counter() - started, max(tree.depth for tree in trees))
         return [tree.draft() if (tree := self._states[seq.id].tree) is not None else NO_DRAFT for seq in seqs]
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
@@ -112,8 +114,11 @@ class SkipDrafter(Drafter):
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.id, None)
 
+    def seconds_to_begin(self, batch: int) -> float:
+        return self._levels.beginning
+
     def seconds_per_depth(self, batch: int) -> float:
-        return self._level.seconds
+        return self._levels.each
 
     def _begin(self, seqs: Seq[Sequence]) -> Tensor:
         """Stage what the target has not read; the logits after each sequence's last token, [sequences, vocab]."""

@@ -115,7 +115,7 @@ class Governor:
         if drafter.free:
             return self._invite(place, drafter, choices, load)
         worth, price = self._worth(load), self._price(load)
-        seconds = drafter.seconds_per_depth(len(choices))
+        begin, seconds = drafter.seconds_to_begin(len(choices)), drafter.seconds_per_depth(len(choices))
         limits = [choice.left(drafter) for choice in choices]
         pairs = list(zip(choices, limits, strict=True))
         depths = [0 if choice.auto else self._share(place, choice, limit) for choice, limit in pairs]
@@ -129,6 +129,7 @@ class Governor:
         for deeper in range(1, max(len(bid.gains) for bid in bids)):
             if deeper > paid:
                 passes += worth * seconds * max(bid.runs[deeper - 1] for bid in bids if len(bid.gains) > deeper)
+                passes += worth * begin if deeper == 1 else 0.0
             gain = sum(max(bid.gains[: deeper + 1]) for bid in bids) - passes
             if gain > most:
                 depth, most = deeper, gain
@@ -206,7 +207,7 @@ class Governor:
         if not due:
             return
         _, i = max(due)
-        level = drafter.seconds_per_depth(1) + self.times(2) - self.times(1)
+        level = drafter.seconds_to_begin(1) + drafter.seconds_per_depth(1) + self.times(2) - self.times(1)
         cost = level + drafter.seconds_to_catch_up(choices[i].seq)
         saved = self.PROBES * level
         self._allowance = saved if self._allowance is None else min(self._allowance, max(saved, cost))

@@ -44,7 +44,8 @@ class Proposals:
             if drafter.free:
                 self.governor.took(place, (self._clock() - started) / len(asked))
             if seconds := drafter.seconds_per_depth(len(asked)):
-                self.seconds += seconds * max(max(draft.depths(), default=0) for draft in drafts)
+                depth = max(max(draft.depths(), default=0) for draft in drafts)
+                self.seconds += drafter.seconds_to_begin(len(asked)) + seconds * depth
             for (choice, limit), draft in zip(asked, drafts, strict=True):
                 if drafter.free and not draft.tokens:
                     self.governor.came_empty(place, choice)

@@ -183,11 +183,11 @@ class Compiled(Linear):
     def __init__(self, packed: kernels.Packed, bias_M: Tensor | None, kind: WeightKind) -> None:
         outputs, inputs = packed.shape
         super().__init__(inputs, outputs, bias_M)
-        self.packed, self.kind = packed.in_bytes(kind.round_activations), packed.kind
+        self.packed, self.kind = packed.in_bytes(kind.round_activations and kind.dtype == torch.bfloat16), packed.kind
 
     @property
     def rounds_rows(self) -> bool:
-        """True where products round bfloat16 rows to 8 bits."""
+        """True where products round their rows to 8 bits."""
         return self.packed.multiplies_bytes
 
     def product(self, x_NK: Tensor) -> Tensor:

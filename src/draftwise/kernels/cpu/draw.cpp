@@ -77,6 +77,13 @@ float highest(const float* logits, int64_t count) {
   return strange || !(top >= -FLT_MAX) ? std::numeric_limits<float>::quiet_NaN() : top;
 }
 
+// True where all weights of a whole block are 0, as those of tokens are that a draft does not know.
+bool hopeless(const float* logits, float top, float temperature) {
+  F most = load(logits);
+  for (int i = 16; i < kBlock; i += 16) most = max(most, load(logits + i));
+  return (largest(most) - top) / temperature < -88.0f;
+}
+
 // weight[i] = exp((logits[i] - top) / temperature) for a whole block; above `size` they are those of `top`.
 void weigh(const float* logits, int size, float top, float temperature, float* weight) {
   std::copy(logits, logits + size, weight);
@@ -114,6 +121,7 @@ extern "C" int64_t draftwise_draw(const float* logits, int64_t count, float temp
   float weight[kBlock];
   for (int64_t start = 0; start < count; start += kBlock) {
     const int size = int(std::min<int64_t>(kBlock, count - start));
+    if (size == kBlock && hopeless(logits + start, top, temperature)) continue;
     weigh(logits + start, size, top, temperature, weight);
     arrivals.meet(weight, size, [=](int i) { return start + i; });
   }

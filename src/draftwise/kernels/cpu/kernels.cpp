@@ -67,10 +67,14 @@ void draftwise_plan(Weights* w, const Source* source) { plan(*w, *source); }
 void draftwise_fill(const Weights* w, const Source* source, uint8_t* data) { fill(*w, *source, data); }
 
 void draftwise_unpack_rows(const Weights* w, const int64_t* rows, int64_t n, float* to) {
-  all_of(n, [&](int64_t i) {
+  const auto unpack = [&](int64_t i) {
     unpack_row(*w, rows[i], to + i * w->in);
     return true;
-  });
+  };
+  if (n > 16)
+    all_of(n, unpack);
+  else
+    for (int64_t i = 0; i < n; ++i) unpack(i);
 }
 
 int draftwise_has_bytes() { return kHasBytes; }
