@@ -55,7 +55,7 @@ class _State:
 
     slot: int
     odds: Rates
-    features: list[Tensor] = field(default_factory=list)  # of rows not read yet, [n, F] each
+    features: list[tuple[Tensor, ...]] = field(default_factory=list)  # of rows not read yet, [n, E] for each tap
     unread: int = 0
     seen: int = 0  # rows of the target told of so far
     above: Tensor | None = None  # what the last row read handed on, [W]
@@ -111,8 +111,7 @@ class FeatureDrafter(Drafter):
             state.tree.learn(outcome.emitted)
             self.cache.discard(state.slot)
             state.tree, state.rows, state.handed = None, {}, {}
-        features = [outcome.features[tap].to(self.cache.pool.dtype) for tap in self.taps]
-        state.features.append(torch.cat(features, -1) if len(features) > 1 else features[0])
+        state.features.append(tuple(outcome.features[tap] for tap in self.taps))
         state.unread += len(outcome.consumed)
         state.seen += len(outcome.consumed)
         if state.unread > KEPT:
@@ -135,9 +134,9 @@ class FeatureDrafter(Drafter):
 
     def _skip(self, state: _State) -> None:
         """Begin anew with the later half of what is unread: positions are relative, so only far context is lost."""
-        rows = torch.cat(state.features)[-KEPT // 2 :]
+        kept = tuple(rows_nE[-KEPT // 2 :] for rows_nE in _joined(state.features))
         self.cache.free(state.slot)
-        state.slot, state.features, state.unread, state.above = self.cache.alloc(), [rows], len(rows), None
+        state.slot, state.features, state.unread, state.above = self.cache.alloc(), [kept], len(kept[0]), None
 
     def _catch_up(self, drafting: Seq[tuple[Sequence, _State]]) -> Tensor:
         """Read what is committed and unread; the logits after each sequence's last row."""
@@ -151,9 +150,9 @@ class FeatureDrafter(Drafter):
                 budget -= count
                 first = len(seq.tokens) - state.unread  # the row of position i reads token i + 1
                 feeds.append(Feed.chain(state.slot, seq.tokens[first : first + count]))
-                rows = torch.cat(state.features) if len(state.features) > 1 else state.features[0]
-                features.append(rows[:count])
-                state.features, state.unread = [rows[count:]], state.unread - count
+                taps = _joined(state.features)
+                features.append(torch.cat([rows_nE[:count] for rows_nE in taps], -1).to(self.cache.pool.dtype))
+                state.features, state.unread = [tuple(rows_nE[count:] for rows_nE in taps)], state.unread - count
                 reading.append(state)
             batch = self.cache.pack(feeds)
             above = [state.above if state.above is not None else features[0].new_zeros(self.network.width) for state in reading]
@@ -183,3 +182,8 @@ class FeatureDrafter(Drafter):
         for state, nodes in zip(states, frontiers, strict=True):
             state.handed |= {node: next(rows) for node in nodes}
         return self.network.logits(handed_NW)
+
+
+def _joined(features: Seq[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """One stretch of rows for each tap."""
+    return features[0] if len(features) == 1 else tuple(torch.cat(rows) for rows in zip(*features, strict=True))
