@@ -42,6 +42,8 @@ class DraftHead:
     def __call__(self, rows_NC: Tensor) -> Tensor:
         """Logits, float32 [N, V]."""
         rows_NC = rows_NC.to(self.dtype)
-        compiled = isinstance(self.product, Compiled)
-        known_Nv = kernels.matmul(rows_NC, self.product.packed, torch.float32) if compiled else self.product(rows_NC).float()
+        if isinstance(self.product, Compiled):
+            known_Nv = kernels.matmul(rows_NC, self.product.packed, torch.float32)
+        else:
+            known_Nv = self.product(rows_NC).float()
         return spread(known_Nv, self.tokens_v, self.vocab)
