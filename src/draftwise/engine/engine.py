@@ -300,4 +300,6 @@ def _feed(turn: Turn, draft: Draft) -> Feed:
 
 
 def _features(hidden: Hidden, rows: Seq[int]) -> dict[Tap, Tensor]:
-    return {tap: states[list(rows)] for tap, states in hidden.taps.items()}
+    straight = rows[-1] - rows[0] == len(rows) - 1  # as they are but where a tree was left by a later branch
+    picked = slice(rows[0], rows[-1] + 1) if straight else list(rows)
+    return {tap: states[picked] for tap, states in hidden.taps.items()}

@@ -98,6 +98,7 @@ class Governor:
     TOLERATED = 0.02  # tokens a draft that a free drafter may lose, since asking is how it finds what to gain
     RECENT = 0.1  # share of a free draft in what its drafter brought of late
     MODEST = 0.8  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
+    ASKING = 3e-4  # seconds that a step with a draft takes beside the passes: what is not compiled of it
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
@@ -129,7 +130,7 @@ class Governor:
         for deeper in range(1, max(len(bid.gains) for bid in bids)):
             if deeper > paid:
                 passes += worth * seconds * max(bid.runs[deeper - 1] for bid in bids if len(bid.gains) > deeper)
-                passes += worth * begin if deeper == 1 else 0.0
+                passes += worth * (begin + self.ASKING) if deeper == 1 else 0.0
             gain = sum(max(bid.gains[: deeper + 1]) for bid in bids) - passes
             if gain > most:
                 depth, most = deeper, gain
@@ -171,8 +172,10 @@ class Governor:
         has = [min(sum(chance for chance in chances if chance >= least), 1.0) for chances in offered] + [0.0] * depth
         without = sums[taken] - cost(taken)
         beside, alone, read = sums[taken], 0.0, 0.0
-        gains, runs = [0.0], []
+        gains, runs, row = [0.0], [], cost(1)
         for k, (chance, rows) in enumerate(self._experience.outlook(place, choice.seq, depth)):
+            if k and chance < row:
+                break  # nor are deeper ones worth their rows
             beside += chance * (1 - has[k])
             alone += chance
             read += rows
