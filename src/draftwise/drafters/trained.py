@@ -30,6 +30,7 @@ def write_draft(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f"{weights}.part"
     save_file(dict(tensors), part)
+    part.chmod(0o644)  # the library keeps it from other users
     part.replace(folder / weights)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
