@@ -77,8 +77,8 @@ def details(entries: list[dict[str, Any]]) -> str:
             heads = ["rows of a pass", *map(str, result["rows"])]
             parts.append(table(heads, [["ms", *(f"{value:.1f}" for value in result["milliseconds"])]]))
             parts.append(
-                f"{result['weights']}, after {result['context']} tokens; memory reads at {result['read_gb_per_s']} GB/s, "
-                f"so the weights take {result['floor_milliseconds']:.1f} ms at least."
+                f"{result['weights']}, after {result['context']} tokens; merely reading weights and cache takes "
+                f"{result['floor_milliseconds']:.1f} ms ({result['read_gb_per_s']} GB/s)."
             )
     return "\n\n".join(parts)
 

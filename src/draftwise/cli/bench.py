@@ -136,7 +136,8 @@ def _cost(flags: dict[str, Any], context: int, as_json: bool) -> None:
     console = Terminal()
     console.print(f"{cost['model']} ({cost['weights']}), passes after {context} tokens\n", report.cost_table(cost), "")
     console.print(
-        f"memory reads at {cost['read_gb_per_s']} GB/s, so weights and cache take {cost['floor_milliseconds']:.2f} ms at least"
+        f"merely reading the bytes of weights and cache takes {cost['floor_milliseconds']:.2f} ms "
+        f"({cost['read_gb_per_s']} GB/s), {cost['read_share']:.0%} of a pass of one row"
     )
 
 
