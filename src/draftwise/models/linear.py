@@ -198,6 +198,11 @@ class Compiled(Linear):
         return self.packed.nbytes
 
 
+def activations(linears: Sequence[Linear]) -> str:
+    """What follows the kinds of weights in their description where rows are rounded to meet them."""
+    return ", activations int8" if any(isinstance(linear, Compiled) and linear.rounds_rows for linear in linears) else ""
+
+
 def pack(weight: Tensor | Quantized, kind: WeightKind) -> kernels.Packed:
     """A weight as the compiled kernels read it, quantised or expanded first where the kind asks for that."""
     weight = as_asked(weight, kind)

@@ -13,7 +13,7 @@ from torch import Tensor
 import draftwise.kernels as kernels
 from draftwise.checkpoint import Quantized, cache_dir
 from draftwise.models.base import WeightSource
-from draftwise.models.linear import Compiled, Embedding, Linear, RowRules, WeightKind, make_linear, pack, stack
+from draftwise.models.linear import Compiled, Embedding, Linear, RowRules, WeightKind, activations, make_linear, pack, stack
 
 
 class Loader:
@@ -110,9 +110,7 @@ def packed_store(source: WeightSource, kind: WeightKind, device: torch.device) -
 def describe(linears: Sequence[Linear], head: Linear) -> str:
     """The kinds of weight in use and what they round, for people."""
     kinds = {linear.kind for linear in linears if linear is not head}
-    text = f"{' and '.join(sorted(kinds))}, head {head.kind}"
-    if any(isinstance(linear, Compiled) and linear.rounds_rows for linear in linears):
-        text += ", activations int8"
+    text = f"{' and '.join(sorted(kinds))}, head {head.kind}{activations(linears)}"
     worst = max(linears, key=lambda linear: linear.rounding)
     if worst.rounding > 1e-4:
         text += f"; torch's kernels round the file's scales: weights differ by up to {worst.rounding:.2%}"

@@ -21,7 +21,7 @@ from draftwise.checkpoint import Checkpoint
 from draftwise.models.anatomy import Anatomy, Refused, examine, final_hidden, head_logits, head_of, swapped
 from draftwise.models.convert import Products, RowLinear, RowRuled, convert
 from draftwise.models.layers import AttentionMasks, attend
-from draftwise.models.linear import WeightKind
+from draftwise.models.linear import WeightKind, activations
 from draftwise.models.rows import RowRule
 from draftwise.types import Batch, Feed, Hidden, ModelConfig, Tap
 
@@ -410,7 +410,7 @@ def _rows_stand_alone(model: TransformersModel) -> bool:
 
 
 def _describe(products: Products) -> str:
-    text = " and ".join(sorted({linear.kind for linear in products.linears}))
+    text = " and ".join(sorted({linear.kind for linear in products.linears})) + activations(products.linears)
     worst = max((linear.rounding for linear in products.linears), default=0.0)
     if worst > 1e-4:
         text += f"; weights differ by up to {worst:.2%} from the file's"
