@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import draftwise as dw
 from draftwise.cli import main
 from draftwise.train import draft_kinds, find_kind, parse_kind_options
 from draftwise.train.batches import Place, Shots, endless, epoch_batches, is_held_out
 from draftwise.train.capture import capture, collate
+from draftwise.train.card import model_card
 from draftwise.train.data import Answer, Corpus, make_answers, user_turn
 from draftwise.train.lesson import distributions, match
 from draftwise.train.loop import CHECKPOINT, LOG, Plan, train
@@ -241,6 +243,24 @@ def test_training_learns_and_the_served_draft_gains(target, tmp_path, kind):
     assert told[-1]["phase"] == "done"
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_training_begins_with_an_earlier_draft(target, llm, tmp_path, kind):
+    corpus = answered(llm, tmp_path / "answers.jsonl", 6)
+    module, plan = find_kind(kind), Plan(updates=3, tokens=1, rows=40, precision="fp32", served_prompts=1, served_tokens=4)
+    options = module.Options(vocab=64)
+    train(llm, lambda corpus: module.build(options, llm.target, corpus), tmp_path / "a", plan, answers=corpus.path)
+    begun = module.build(module.Options(start=str(tmp_path / "a")), llm.target, corpus)
+    begun.save(tmp_path / "b", {"command": "train -o start=/home/me/a"})
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["draftwise"]["card"] == {"command": "train -o start=a"}
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
+    assert before.keys() == after.keys() and len(before["d2t"]) == 64
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-6)
+    other = {"eagle": "eagle3", "eagle3": "eagle"}[kind]
+    with pytest.raises(ValueError, match=kind):
+        find_kind(other).build(find_kind(other).Options(start=str(tmp_path / "a")), llm.target, corpus)
+
+
 def test_a_plan_says_what_is_wrong():
     with pytest.raises(ValueError, match="budget"):
         Plan()
@@ -254,6 +274,8 @@ def test_a_plan_says_what_is_wrong():
         parse_kind_options("eagle3", {"size": "3"})
     with pytest.raises(ValueError, match="steps is 0"):
         parse_kind_options("eagle3", {"steps": "0"})
+    with pytest.raises(ValueError, match="the draft of start has its own vocab, taps"):
+        parse_kind_options("eagle3", {"start": "x", "taps": "1,2,3", "vocab": "3"})
     with pytest.raises(ValueError, match="taps is '99'"):
         find_kind("eagle3").parse_taps("99", 30)
 
@@ -283,6 +305,21 @@ def test_the_command_trains_and_generate_loads_it(target, tmp_path, capsys):
     assert main([*generate, "--drafter", f"eagle3:{out}"]) == 0
     assert main([*generate, "--drafter", f"eagle:{out}"]) == 2
     assert f"use --drafter eagle3:{out}" in capsys.readouterr().err
+
+
+def test_the_command_trains_a_draft_further_and_its_card_says_so(target, tmp_path, capsys):
+    sizes = ["--tokens", "60", "--updates", "2", "--rows", "40", "--max-tokens", "8", "--batch", "4", "--context", "128"]
+    command = ["train", "eagle", "--model", str(target), *sizes]
+    assert main([*command, "--out", str(tmp_path / "a"), "-o", "vocab=64"]) == 0
+    assert main([*command, "--out", str(tmp_path / "b"), "-o", f"start={tmp_path / 'a'}"]) == 0
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 64
+    assert "| begun with | a draft trained for " in model_card(config) and ", 2 updates, " in model_card(config)
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "c"), "-o", f"start={tmp_path / 'nowhere'}"]) == 2
+    assert "there is no config.json" in capsys.readouterr().err
+    assert main(["train", "eagle3", *command[2:], "--out", str(tmp_path / "c"), "-o", f"start={tmp_path / 'a'}"]) == 2
+    assert "eagle:" in capsys.readouterr().err and not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], as_j
         "model": model,
         "prompts": [{"file": Path(w.path).name, "sha256": w.sha256, "count": len(w.prompts)} for w in workloads],
         "version": draftwise.__version__,
+        "start": _earlier(kind, getattr(chosen, "start", "")),
     }
     with _Progress() as show:
         train(
@@ -127,6 +128,17 @@ def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], as_j
     options.note(f"the draft is in {out}; use it with --drafter {kind}:{out}")
     if as_json:
         print_json({"kind": kind, "model": model, "draft": out, "served": show.served})
+
+
+def _earlier(kind: str, folder: str) -> Mapping[str, Any] | None:
+    """The card of the draft that training begins with, if it has one."""
+    from draftwise.drafters.trained import check_algorithm, read_config
+
+    if not folder:
+        return None
+    config = read_config(Path(folder))
+    check_algorithm(Path(folder), config, kind)
+    return (config.get("draftwise") or {}).get("card")
 
 
 def _limit(model: str, revision: str | None) -> int:

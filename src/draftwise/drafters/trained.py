@@ -64,7 +64,8 @@ def write_trained(
 
 def _without_folders(text: str) -> str:
     """A command or a path with the files that it names, but not where they lay on this machine."""
-    return " ".join(Path(word).name if word.startswith(("/", "~")) else word for word in text.split(" "))
+    words = (word.rpartition("=") for word in text.split(" "))  # KEY=PATH as well
+    return " ".join(before + mark + (Path(word).name if word.startswith(("/", "~")) else word) for before, mark, word in words)
 
 
 def made_for(target: Target) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def model_card(config: Mapping[str, Any], *, license: str | None = None, results
         "command": card.get("command") and f"`{card['command']}`",
         "data": ", ".join(_data(card.get("prompts") or (), data)),
         "seed": plan.get("seed"),
-        "training": trained and f"{trained['minutes']} minutes, {trained['update']} updates, {trained['rows']} rows",
+        "training": trained and _trained(card),
+        "begun with": "; before it, ".join(map(_begun, _earlier(card))),
         "version": card.get("version") and f"draftwise {card['version']}",
         "licence": license,
     }
@@ -49,6 +50,24 @@ def model_card(config: Mapping[str, Any], *, license: str | None = None, results
         lines += _table(heads, [row for result in results for row in _measured(result)])
         lines += ["", *dict.fromkeys(map(_machine, results))]
     return "\n".join(lines) + "\n"
+
+
+def _trained(card: Mapping[str, Any]) -> str:
+    """How long a draft was trained."""
+    trained = card["trained"]
+    return f"{trained['minutes']} minutes, {trained['update']} updates, {trained['rows']} rows"
+
+
+def _earlier(card: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    """The cards of the drafts that this one began with, the last first."""
+    while (card := card.get("start") or {}).get("trained"):
+        yield card
+
+
+def _begun(card: Mapping[str, Any]) -> str:
+    """A draft that another began with, in words."""
+    data = ", ".join(_data(card.get("prompts") or (), card.get("data") or {}))
+    return f"a draft trained for {_trained(card)} on {data}"
 
 
 def _point(row: Mapping[str, Any]) -> list[object]:

@@ -7,7 +7,7 @@ that learn (the last), C the draft's width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftwise.drafters.base import Target
-from draftwise.drafters.eagle_files import write_eagle
+from draftwise.drafters.eagle_files import read_eagle, write_eagle
 from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
 from draftwise.models.layers import Rotary
 from draftwise.train.capture import Captured
@@ -24,6 +24,10 @@ from draftwise.train.data import Corpus
 from draftwise.train.feature_lesson import FeatureLesson, feature_scales, rotations, unrolled_attention
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import Tap
+
+
+SETTLED = ("vocab", "inner", "taps", "own_head")
+"""Options that the weights of a draft have decided on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Options:
     decay: float = field(default=0.8, metadata={"help": "weight of a step against the one before"})
     inner: int = field(default=0, metadata={"help": "width of the feed-forward; 0: the target's"})
     feature_weight: float = field(default=2.0, metadata={"help": "weight of meeting the target's final hidden state"})
+    start: str = field(default="", metadata={"help": "folder of a draft to go on from, its shape and tokens kept"})
 
     def __post_init__(self) -> None:
         for name in ("vocab", "steps"):
@@ -43,6 +48,9 @@ class Options:
         for name in ("decay", "feature_weight", "inner"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        given = [option.name for option in fields(self) if getattr(self, option.name) != option.default]
+        if self.start and (settled := [name for name in given if name in SETTLED]):
+            raise ValueError(f"the draft of start has its own {', '.join(settled)}; leave out one or the other")
 
 
 class EagleLesson(FeatureLesson):
@@ -108,7 +116,10 @@ def build(options: Options, target: Target, corpus: Corpus) -> EagleLesson:
 def build_lesson(
     algorithm: str, taps: tuple[Tap, ...], options: Options, target: Target, corpus: Corpus, **shape: Any
 ) -> EagleLesson:
-    """An untrained draft in the shape of one of the target's layers, for the tokens that the answers use most."""
+    """An untrained draft in the shape of one of the target's layers, for the tokens that the answers use most; or the draft of
+    `options.start`, to be trained further."""
+    if options.start:
+        return _going_on(algorithm, options, target, corpus)
     config = target.model.config
     tokens = frequent_tokens(target, corpus, options.vocab)
     network = EagleNetwork(
@@ -132,6 +143,17 @@ def build_lesson(
     scales = feature_scales(target, corpus, tuple(dict.fromkeys([*taps, "final_norm"])))
     begin(network, scales["final_norm"])
     return EagleLesson(network, target, options, scales=scales).to(target.model.device)
+
+
+def _going_on(algorithm: str, options: Options, target: Target, corpus: Corpus) -> EagleLesson:
+    """The draft of a folder as a lesson; small files hold rounded weights, and these are where it begins."""
+    network, _ = read_eagle(Path(options.start), algorithm, target)
+    scales = feature_scales(target, corpus, tuple(dict.fromkeys([*network.shape.taps, "final_norm"])))
+    lesson = EagleLesson(network, target, options, scales=scales)
+    if network.shape.joins:
+        with torch.no_grad():
+            network.fc.weight *= lesson.scales_F  # `save` takes it out again
+    return lesson.to(target.model.device)
 
 
 @torch.no_grad()
