@@ -66,10 +66,10 @@ def drafted(network: EagleNetwork, llm, *, compiled: bool = False) -> torch.Tens
     slot = cache.alloc()
     handed = runner.read(cache.pack([Feed.chain(slot, [5, 6, 7, 8, 9])]), cache, torch.zeros(1, 64), features)[-1:]
     cache.commit(slot, range(5))
-    rows = [runner.logits(handed)]
+    rows = [runner.logits(handed).clone()]
     for depth, token in enumerate((10, 11, 12), 1):
         handed = runner.draft(cache.pack([Feed.chain(slot, [token], after=depth - 2)]), cache, handed, depth)
-        rows.append(runner.logits(handed))
+        rows.append(runner.logits(handed).clone())
     return torch.cat(rows)
 
 
@@ -90,7 +90,7 @@ def test_eagle3_comes_back_as_it_went(llm, tmp_path, layout, changes):
 @pytest.mark.parametrize("changes", [{}, {"own_head": True}], ids=str)
 def test_the_compiled_layer_is_the_plain_one(llm, algorithm, changes):
     plain, compiled = (drafted(random_draft(algorithm, **changes), llm, compiled=compiled) for compiled in (False, True))
-    torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-2)  # of logits that reach 200
 
 
 def test_eagle1_comes_back_as_it_went(llm, tmp_path):

@@ -133,6 +133,20 @@ def test_where_nothing_can_be_gained_it_is_hardly_slower_than_plain(catching_up,
         assert all(result.stats.drafted == 0 for result in results)
 
 
+def test_a_drafter_after_which_passes_take_longer_is_charged_for_it():
+    """As one does whose weights push the target's out of the processor's caches."""
+    told = 0
+
+    def slow(now: float) -> float:
+        nonlocal told
+        asked, told = len(drafter.asked) > told, len(drafter.asked)
+        return 2.5 if asked else 1.0
+
+    made, target, (drafter,) = simulated(lambda said, depth: 0.6, GENTLE, seconds=0.05, slow=slow)
+    made.generate(requests(1, 600))
+    assert target.clock.now < 1.06 * 600 and len(drafter.asked) > 5
+
+
 def test_catching_up_is_paid_only_where_what_is_left_to_say_earns_it():
     drafted = {}
     for row_seconds in (0.0, 0.5):

@@ -128,6 +128,17 @@ def test_products_of_bytes_survive_extreme_rows():
     assert out[2].isnan().all() and not out[3].isfinite().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_go_to_their_places_in_rows_that_are_there(dtype):
+    weight, x = torch.randn(90, 64), torch.randn(3, 64)
+    packed = kernels.pack_dense(weight.to(dtype))
+    places = torch.randperm(200)[:90].sort().values
+    rows = torch.full((3, 200), -torch.inf)
+    found = kernels.matmul(x, packed, torch.float32, dtype=dtype, into_NW=rows, places_O=places)
+    assert found.data_ptr() == rows.data_ptr() and int(torch.isinf(rows).sum()) == 3 * 110
+    assert torch.equal(rows[:, places], kernels.matmul(x.to(dtype), packed, torch.float32))
+
+
 @pytest.mark.parametrize("kind", ["q4_1", "q8_0"])
 def test_output_in_bf16_is_the_float32_one_rounded(kind):
     packed, _, _ = make(kind, 50, 96)

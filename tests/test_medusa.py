@@ -109,7 +109,13 @@ def test_training_and_serving_compute_the_same(target, corpus, tmp_path, options
     drafter, seen = served.engine._proposals.drafters[0], []
     propose, logits = drafter.propose, drafter.runner.logits
     drafter.propose = lambda seqs, limits: seen.append([len(seqs[0].tokens)]) or propose(seqs, limits)
-    drafter.runner.logits = lambda rows, depth: seen[-1].extend([rows[0], logits(rows, depth)]) or seen[-1][2]
+
+    def kept(rows: torch.Tensor, depth: int) -> list[torch.Tensor]:
+        drafted = [rows_SV.clone() for rows_SV in logits(rows, depth)]  # the drafter's own hold until it is asked again
+        seen[-1].extend([rows[0], drafted])
+        return drafted
+
+    drafter.runner.logits = kept
     head, compared = llm.target.model.head_rows(lesson.tokens_V), 0
     for place, answer in enumerate(corpus.answers):
         seen.clear()

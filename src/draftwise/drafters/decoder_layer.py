@@ -104,23 +104,24 @@ class DecoderLayer(nn.Module):
             attention=kernels.PackedAttention(
                 norm_C=norm_C,
                 beside_norm_C=beside_norm_C,
-                query=_packed(attention.q_proj),
-                key=_packed(attention.k_proj),
-                value=_packed(attention.v_proj),
+                query=packed_linear(attention.q_proj),
+                key=packed_linear(attention.k_proj),
+                value=packed_linear(attention.v_proj),
                 query_norm_D=attention.q_norm.weight if normed else None,
                 key_norm_D=attention.k_norm.weight if normed else None,
-                output=_packed(attention.o_proj),
+                output=packed_linear(attention.o_proj),
             ),
             feed_forward=kernels.PackedFeedForward(
                 norm_C=self.post_attention_layernorm.weight,
-                gate=_packed(feed.gate_proj),
-                up=_packed(feed.up_proj),
-                down=_packed(feed.down_proj),
+                gate=packed_linear(feed.gate_proj),
+                up=packed_linear(feed.up_proj),
+                down=packed_linear(feed.down_proj),
             ),
         )
 
 
-def _packed(module: nn.Module) -> kernels.Packed:
+def packed_linear(module: nn.Module) -> kernels.Packed:
+    """A product that `to_kind` compiled."""
     assert isinstance(module, RowLinear) and isinstance(module.linear, Compiled)
     linear = module.linear
     return linear.packed if linear.bias_M is None else linear.packed.with_bias(linear.bias_M)

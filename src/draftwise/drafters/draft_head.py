@@ -38,12 +38,16 @@ class DraftHead:
         self.tokens_v, self.vocab, self.dtype = None if in_order else tokens_v, vocab, kind.dtype
         rows_vC = target.head_rows(tokens_v) if own_vC is None else own_vC
         self.product = make_linear(rows_vC, None, kind, target.device)
+        self._logits_NV = torch.empty(0, vocab)
 
     def __call__(self, rows_NC: Tensor) -> Tensor:
-        """Logits, float32 [N, V]."""
-        rows_NC = rows_NC.to(self.dtype)
-        if isinstance(self.product, Compiled):
-            known_Nv = kernels.matmul(rows_NC, self.product.packed, torch.float32)
-        else:
-            known_Nv = self.product(rows_NC).float()
-        return spread(known_Nv, self.tokens_v, self.vocab)
+        """Logits, float32 [N, V], until the next call."""
+        if not isinstance(self.product, Compiled):
+            return spread(self.product(rows_NC.to(self.dtype)).float(), self.tokens_v, self.vocab)
+        packed = self.product.packed
+        if self.tokens_v is None:
+            return spread(kernels.matmul(rows_NC, packed, torch.float32, dtype=self.dtype), None, self.vocab)
+        if len(self._logits_NV) < len(rows_NC):  # what the draft does not know stays impossible
+            self._logits_NV = torch.full((len(rows_NC), self.vocab), -torch.inf)
+        logits_NV = self._logits_NV[: len(rows_NC)]
+        return kernels.matmul(rows_NC, packed, torch.float32, dtype=self.dtype, into_NW=logits_NV, places_O=self.tokens_v)

@@ -7,6 +7,7 @@ Sources: Li et al. 2024, arXiv 2401.15077; EAGLE-2, Li et al. 2024, arXiv 2406.1
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import draftwise.kernels as kernels
 from draftwise.cache import KVCache
 from draftwise.drafters import eagle_layouts
 from draftwise.drafters.base import DraftSource, Target
-from draftwise.drafters.decoder_layer import cached_attention
+from draftwise.drafters.decoder_layer import cached_attention, packed_linear
 from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.eagle_files import read_eagle
 from draftwise.drafters.eagle_network import EagleNetwork
@@ -25,6 +26,7 @@ from draftwise.drafters.features import FeatureDrafter
 from draftwise.drafters.trained import kind_name, stored_kind
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
+from draftwise.models.fused import packed_embedding
 from draftwise.models.linear import WeightKind
 from draftwise.types import Batch
 
@@ -44,10 +46,12 @@ class EagleRunner:
         own = network.lm_head.weight.detach() if shape.own_head else None
         self.head = DraftHead(target, network.d2t, own, vocab=vocab, kind=kind)
         self.network = network.serve(kind, target.device)
-        self.decoder = _compiled(self.network, kind, target.device)
-        # the compiled layer has the norm before the head at hand: rows hand it on behind the state
-        self.norms = self.decoder is not None and shape.joins and not shape.recycle_normed
-        self.width = shape.width * (2 if self.norms else 1)
+        table = packed_embedding(target)
+        # all but the head in one call: rows hand on their state and, behind it, what the head reads
+        self.whole = shape.joins and not shape.recycle_normed and table is not None and table.shape[1] == shape.hidden_size
+        self.decoder = _compiled(self.network, kind, target.device, table if self.whole else None)
+        self.whole = self.whole and self.decoder is not None
+        self.width = shape.width * (2 if self.whole else 1)
 
     def new_cache(self, capacity: int) -> KVCache:
         shape = self.shape
@@ -60,24 +64,25 @@ class EagleRunner:
             device=self.target.device,
         )
 
-    def read(self, batch: Batch, cache: KVCache, above_SW: Tensor, features_NF: Tensor) -> Tensor:
+    def read(self, batch: Batch, cache: KVCache, above: Seq[Tensor | None], features_NF: Tensor) -> Tensor:
+        if self.whole and self.decoder is not None:
+            return self.decoder.hand_on(batch, cache, features_NF=features_NF.float())
         return self._run(batch, cache, self.network.condense(features_NF.to(self.kind.dtype)))
 
     def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
+        if self.whole and self.decoder is not None:
+            return self.decoder.hand_on(batch, cache, above_NW=above_NW)
         return self._run(batch, cache, above_NW)
 
     def logits(self, rows_NW: Tensor) -> Tensor:
-        return self.head(rows_NW[:, self.shape.width :] if self.norms else self.network.before_head(rows_NW))
+        return self.head(rows_NW[:, self.shape.width :] if self.whole else self.network.before_head(rows_NW))
 
     def _run(self, batch: Batch, cache: KVCache, state_NC: Tensor) -> Tensor:
-        state_NC = state_NC[:, : self.shape.width]
         embedded_NC = self.target.embed(batch.tokens_N)
         if self.decoder is not None:
             inputs_NC = self.network.mix(embedded_NC, state_NC)
             beside_NC = embedded_NC if self.shape.joins else None
             hidden = self.decoder.forward(batch, cache, (1,), inputs_NC=inputs_NC, beside_NC=beside_NC)
-            if self.norms:
-                return torch.cat([hidden.taps[1], hidden.final.float()], -1)
             return hidden.final if self.shape.recycle_normed else hidden.taps[1]
         attention = cached_attention(self.network.midlayer.config, batch, cache, 0)
         tables = self.network.midlayer.rotary.tables(batch.positions_N, self.kind.dtype)
@@ -85,15 +90,21 @@ class EagleRunner:
         return handed_NC
 
 
-def _compiled(network: EagleNetwork, kind: WeightKind, device: torch.device) -> kernels.Decoder | None:
-    """The layer as one call of the compiled kernels, its fast version; None where they do not run it."""
+def _compiled(
+    network: EagleNetwork, kind: WeightKind, device: torch.device, embedding: kernels.Packed | None
+) -> kernels.Decoder | None:
+    """The layer as one call of the compiled kernels, its fast version; None where they do not run it.
+
+    embedding: the target's, where the call is to look tokens up and to condense features as well.
+    """
     shape, layer = network.shape, network.midlayer
     if shape.residual_after_norm or not layer.runs_compiled(kind, device):
         return None
     norms = [layer.hidden_norm.weight, layer.input_layernorm.weight] if shape.joins else [None, None]
     return kernels.Decoder(
         layer.config,
-        embedding=None,
+        embedding=embedding,
+        condense=None if embedding is None else packed_linear(network.fc),
         layers=[layer.packed(0, norm_C=norms[0], beside_norm_C=norms[1])],
         final_norm_C=network.norm.weight if shape.joins else torch.ones(shape.hidden_size),
         tables=layer.rotary.half_tables,

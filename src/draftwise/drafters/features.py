@@ -39,8 +39,8 @@ class FeatureNetwork(Protocol):
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for the network's own keys and values, with room for `capacity` rows."""
 
-    def read(self, batch: Batch, cache: KVCache, above_SW: Tensor, features_NF: Tensor) -> Tensor:
-        """Rows of committed text: what they hand on, [N, W]. above_SW: per span what the row before it handed on, or 0."""
+    def read(self, batch: Batch, cache: KVCache, above: Seq[Tensor | None], features_NF: Tensor) -> Tensor:
+        """Rows of committed text: what they hand on, [N, W]. above: per span what the row before it handed on, [W], if any."""
 
     def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
         """Rows of drafted tokens at one depth, from 1: what they hand on, from what those above them handed on."""
@@ -62,6 +62,15 @@ class _State:
     tree: Tree | None = None  # of this step
     rows: dict[int, int] = field(default_factory=dict)  # staged row by node, of the nodes that were read
     handed: dict[int, Tensor] = field(default_factory=dict)  # what they handed on
+
+    def take(self, count: int) -> Tensor:
+        """The features of the next rows to be read, all taps side by side, [count, F]."""
+        taps, self.features = _joined(self.features), []
+        if count < self.unread:
+            self.features = [tuple(rows_nE[count:] for rows_nE in taps)]
+            taps = tuple(rows_nE[:count] for rows_nE in taps)
+        self.unread -= count
+        return torch.cat(taps, -1)
 
 
 class FeatureDrafter(Drafter):
@@ -150,21 +159,16 @@ class FeatureDrafter(Drafter):
                 budget -= count
                 first = len(seq.tokens) - state.unread  # the row of position i reads token i + 1
                 feeds.append(Feed.chain(state.slot, seq.tokens[first : first + count]))
-                taps = _joined(state.features)
-                features.append(torch.cat([rows_nE[:count] for rows_nE in taps], -1).to(self.cache.pool.dtype))
-                state.features, state.unread = [tuple(rows_nE[count:] for rows_nE in taps)], state.unread - count
+                features.append(state.take(count))
                 reading.append(state)
             batch = self.cache.pack(feeds)
-            above = [state.above if state.above is not None else features[0].new_zeros(self.network.width) for state in reading]
-            handed_NW = self.network.read(batch, self.cache, torch.stack(above), torch.cat(features))
+            handed_NW = self.network.read(batch, self.cache, [state.above for state in reading], _stacked(features))
             for state, span in zip(reading, batch.spans, strict=True):
                 self.cache.commit(state.slot, range(span.stop - span.start))
                 state.above = handed_NW[span.stop - 1]
             if len(batch) > FEW * len(reading):
                 self._row.learn((time.perf_counter() - started) / len(batch))
-        for _, state in drafting:
-            state.features = []
-        return self.network.logits(torch.stack([state.above for _, state in drafting if state.above is not None]))
+        return self.network.logits(_stacked([state.above[None] for _, state in drafting if state.above is not None]))
 
     def _read(self, states: Seq[_State], frontiers: list[list[int]]) -> Tensor:
         """Run the network on each tree's frontier, all of one depth; the logits after its nodes."""
@@ -175,13 +179,18 @@ class FeatureDrafter(Drafter):
                 depth = len(tree.place(nodes[0]))
                 first = self.cache.staged(state.slot)
                 feeds.append(Feed(state.slot, [tree.tokens[node] for node in nodes], [state.rows.get(p, -1) for p in parents]))
-                above += [state.handed.get(parent, state.above) for parent in parents]
+                above += [state.handed.get(parent, state.above)[None] for parent in parents]
                 state.rows |= {node: first + i for i, node in enumerate(nodes)}
-        handed_NW = self.network.draft(self.cache.pack(feeds), self.cache, torch.stack(above), depth)
+        handed_NW = self.network.draft(self.cache.pack(feeds), self.cache, _stacked(above), depth)
         rows = iter(handed_NW)
         for state, nodes in zip(states, frontiers, strict=True):
             state.handed |= {node: next(rows) for node in nodes}
         return self.network.logits(handed_NW)
+
+
+def _stacked(rows: Seq[Tensor]) -> Tensor:
+    """Rows [n, W] one above another."""
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
 def _joined(features: Seq[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -93,13 +93,14 @@ class MtpRunner:
             device=self.target.device,
         )
 
-    def read(self, batch: Batch, cache: KVCache, above_SW: Tensor, features_NF: Tensor) -> Tensor:
+    def read(self, batch: Batch, cache: KVCache, above: Sequence[Tensor | None], features_NF: Tensor) -> Tensor:
         embedded_NC = self._embed(batch)
         firsts = [span.start for span in batch.spans]
-        _, *above = above_SW.to(self.kind.dtype).chunk(self.shape.modules + 1, -1)
+        above_SW = torch.stack([features_NF.new_zeros(self.width) if row_W is None else row_W for row_W in above])
+        _, *above_each = above_SW.to(self.kind.dtype).chunk(self.shape.modules + 1, -1)
         made: list[tuple[Tensor, Tensor]] = []
-        state_NC = features_NF
-        for index, above_SC in enumerate(above):
+        state_NC = features_NF.to(self.kind.dtype)
+        for index, above_SC in enumerate(above_each):
             made.append(self._run(index, batch, cache, embedded_NC, state_NC))
             # the next module reads what this one made at the row before
             state_NC = made[-1][0].roll(1, 0)

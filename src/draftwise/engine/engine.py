@@ -125,6 +125,7 @@ class Engine:
         turns = self._scheduler.turns()
         if not turns:
             return []
+        began = self._clock()
         load = Load(sum(len(turn.tokens) for turn in turns), sum(turn.complete for turn in turns))
         drafts = self._propose(turns, load)
         started = self._clock()
@@ -143,7 +144,8 @@ class Engine:
                 events.append(event)
         if all(_decoding(turn) for turn in turns):
             emitted = sum(len(event.tokens) for event in events)
-            self.governor.passed(load, len(batch), seconds, emitted, self._proposals.seconds)
+            rest = self._clock() - began - seconds - self._proposals.took
+            self.governor.passed(load, len(batch), seconds, emitted, self._proposals.seconds, rest)
         return events
 
     def _propose(self, turns: list[Turn], load: Load) -> list[Draft]:

@@ -7,7 +7,7 @@ is where a new one starts. A draft need not have been verified: the emitted toke
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,22 +48,21 @@ class Experience:
         self._said = Rates(weight=2.0, forget=0.9)
         self._estimates = Rates(weight=20.0, forget=0.998)
 
-    def outlook(self, place: int, seq: Sequence, depth: int) -> list[Level]:
+    def outlook(self, place: int, seq: Sequence, depth: int) -> Iterator[Level]:
         """What to expect by depth of a draft that is not made yet."""
         known = self._of(seq)
-        outlook, chance, right, nodes = [], 1.0, GUESS, 1.0
+        chance, right, nodes = 1.0, GUESS, 1.0
         for k in range(depth):
             right = known.right.rate((place, min(k, DEPTHS)), right)
             nodes = known.nodes.rate((place, min(k, DEPTHS)), nodes)
             chance *= right
-            outlook.append(Level(chance, nodes))
-        return outlook
+            yield Level(chance, nodes)
 
     def chances(self, place: int, seq: Sequence, draft: Draft) -> list[float]:
         """Per node of a draft the chance that it is accepted: what it says, corrected by what came of such sayings."""
         if draft.survival is None:
             depths = draft.depths()
-            outlook = self.outlook(place, seq, max(depths, default=0))
+            outlook = list(self.outlook(place, seq, max(depths, default=0)))
             return [outlook[depth - 1].chance / depths.count(depth) for depth in depths]
         return self._believed(seq, draft, [(place,)] * len(draft))
 

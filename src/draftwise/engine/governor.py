@@ -98,7 +98,7 @@ class Governor:
     TOLERATED = 0.02  # tokens a draft that a free drafter may lose, since asking is how it finds what to gain
     RECENT = 0.1  # share of a free draft in what its drafter brought of late
     MODEST = 0.8  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
-    ASKING = 3e-4  # seconds that a step with a draft takes beside the passes: what is not compiled of it
+    ASKING = 3e-4  # seconds that asking is taken to cost beside the drafter's own, until that was measured
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
@@ -107,6 +107,7 @@ class Governor:
         self._speed = Rates(weight=8.0, forget=0.99)
         self._uses: dict[int, dict[int, _Use]] = {}  # by request and drafter
         self._free = defaultdict[int, Pace](Pace)  # seconds that free drafters take for a draft
+        self._beside = Rates(weight=8.0, forget=0.98)  # what steps take beyond a pass of their size and drafts, in such passes
         self._allowance: float | None = None  # seconds that trying may take; None: as many as may be saved up
 
     # before drafting
@@ -130,7 +131,7 @@ class Governor:
         for deeper in range(1, max(len(bid.gains) for bid in bids)):
             if deeper > paid:
                 passes += worth * seconds * max(bid.runs[deeper - 1] for bid in bids if len(bid.gains) > deeper)
-                passes += worth * (begin + self.ASKING) if deeper == 1 else 0.0
+                passes += worth * (begin + self._asking) if deeper == 1 else 0.0
             gain = sum(max(bid.gains[: deeper + 1]) for bid in bids) - passes
             if gain > most:
                 depth, most = deeper, gain
@@ -304,12 +305,20 @@ class Governor:
         use.profit += self.RECENT * (net - use.profit)
         use.idle, use.vain = 0, 0 if use.profit > -self.TOLERATED else use.vain + 1
 
-    def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float) -> None:
-        """Take in a pass of decoding requests alone; `drafting`: the seconds that its drafts should have taken."""
-        self.times.learn(rows, seconds)
+    def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float, rest: float) -> None:
+        """Take in a pass of decoding requests alone.
+
+        drafting: the seconds that its drafts should have taken, 0 where none was asked for that costs. rest: those of the step
+        that neither the pass nor a draft took.
+        """
+        asked, expected = drafting > 0, self.times(rows)
+        if self.times.known:
+            for what, value in (("pass", seconds - expected), ("rest", rest)):
+                self._beside.learn((what, asked), max(-1.0, min(value / expected, 1.0)))
+        self.times.learn(rows, seconds - expected * self._more("pass") if asked else seconds)
         plain = self.times(load.requests)
         self._speed.learn("tokens", emitted / load.requests)
-        self._speed.learn("time", (self.times(rows) + drafting) / plain)
+        self._speed.learn("time", (self.times(rows) + drafting + (self._asking if asked else 0.0)) / plain)
         if self._allowance is not None:
             self._allowance += self.PROBE_SHARE * plain
 
@@ -317,6 +326,18 @@ class Governor:
         """The request ended."""
         self._experience.forget(seq)
         self._uses.pop(seq.id, None)
+
+    @property
+    def _asking(self) -> float:
+        """Seconds that asking takes beside the drafter's own: what is not compiled of it, and a pass that begins late since
+        the draft's weights pushed the target's out of the processor's caches."""
+        one = self.times(1)
+        return one * max(self._more("pass") + self._more("rest", self.ASKING / one), 0.0)
+
+    def _more(self, what: str, guess: float = 0.0) -> float:
+        """What steps take more in which a drafter was asked that costs, for their pass or for the rest, in passes."""
+        without = self._beside.rate((what, False), 0.0)
+        return self._beside.rate((what, True), without + guess) - without
 
     def _use(self, place: int, seq: Sequence) -> _Use:
         return self._uses.setdefault(seq.id, {}).setdefault(place, _Use())

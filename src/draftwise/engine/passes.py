@@ -57,6 +57,11 @@ class PassTimes:
         """Seconds of a pass of so many rows, on average where that is no whole number."""
         return self._shaped(rows) * (self._slowness.seconds or 1.0)
 
+    @property
+    def known(self) -> bool:
+        """True once a pass has told how slow the machine is."""
+        return self._slowness.seconds > 0
+
     def learn(self, rows: int, seconds: float) -> None:
         """Take in a pass that ran."""
         if seconds <= 0:

@@ -25,12 +25,14 @@ class Proposals:
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
         self.seconds = 0.0
         """What the drafts of this step should have taken, but for catching up."""
+        self.took = 0.0
+        """What those that cost did take."""
         self._rounds: dict[int, Choice] = {}
 
     def propose(self, asking: Seq[tuple[Sequence, Limit]], load: Load) -> dict[int, Draft]:
         """A draft for each request by its id, within its limit; `load` is what the pass holds without them."""
         choices = [Choice(seq, limit) for seq, limit in asking]
-        self._rounds, self.seconds = {choice.seq.id: choice for choice in choices}, 0.0
+        self._rounds, self.seconds, self.took = {choice.seq.id: choice for choice in choices}, 0.0, 0.0
         if not choices:
             return {}
         for place in self._order:
@@ -41,8 +43,11 @@ class Proposals:
                 continue
             started = self._clock()
             drafts = drafter.propose([choice.seq for choice, _ in asked], [limit for _, limit in asked])
+            took = self._clock() - started
             if drafter.free:
-                self.governor.took(place, (self._clock() - started) / len(asked))
+                self.governor.took(place, took / len(asked))
+            else:
+                self.took += took
             if seconds := drafter.seconds_per_depth(len(asked)):
                 depth = max(max(draft.depths(), default=0) for draft in drafts)
                 self.seconds += drafter.seconds_to_begin(len(asked)) + seconds * depth

@@ -6,7 +6,7 @@ Knows the C structs, batches and the cache's pool; knows nothing of checkpoints.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,7 +95,10 @@ class Decoder:
         tables: Tables,
         dtype: torch.dtype,
         scale: float | None = None,
+        condense: Packed | None = None,
     ) -> None:
+        """embedding: of tokens, where a pass is given no rows instead. condense: from a pass's features to where the residual
+        stream begins."""
         reason = unsupported(config)
         if reason is not None:
             raise ValueError(f"the fused decoder does not run {reason}")
@@ -104,7 +107,7 @@ class Decoder:
         assert lib is not None, "ask available() first"
         self._lib, self._config, self._tables, self.dtype = lib, config, tables, dtype
         self._places = [layer.index for layer in layers]
-        self._owned: list[object] = [embedding, *layers]  # what the C structs point into
+        self._owned: list[object] = [embedding, condense, *layers]  # what the C structs point into
         self._cosines, self._sines = tables(torch.arange(1))
         structs = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
         final_norm = self._floats(final_norm_C)
@@ -122,6 +125,7 @@ class Decoder:
             layer=ctypes.cast(structs, ctypes.c_void_p),
             final_norm=final_norm,
             embedding=None if embedding is None else ctypes.addressof(embedding.struct),
+            condense=None if condense is None else ctypes.addressof(condense.struct),
         )
         self._owned += [structs]
         lib.draftwise_decoder.restype = ctypes.c_void_p
@@ -145,44 +149,63 @@ class Decoder:
         inputs_NC: float32, where the residual stream begins instead of at the embedding. beside_NC: float32, for layers
         that read rows beside the stream.
         """
-        pool, rows, width = cache.pool, len(batch), self._config.hidden_size
-        assert pool.dtype == self.dtype and pool.is_contiguous() and pool.device.type == "cpu"
-        self._reach(max(span.committed + span.staged for span in batch.spans))
+        rows, width = len(batch), self._config.hidden_size
         final = torch.empty(rows, width, dtype=self.dtype)
         wanted = set(taps)
         tapped: dict[Tap, Tensor] = {k: torch.empty(rows, width) for k in wanted if isinstance(k, int)}
-        outputs = (ctypes.c_void_p * (len(self._places) + 1))()
-        for step, place in enumerate([*self._places, self._config.num_layers]):
-            if place in tapped:
-                outputs[step] = tapped[place].data_ptr()
         given = [rows_NC if rows_NC is None else rows_NC.float().contiguous() for rows_NC in (inputs_NC, beside_NC)]
         assert all(rows_NC is None or rows_NC.shape == (rows, width) for rows_NC in given)
+        self._run(batch, cache, inputs=given[0], beside=given[1], final=final, taps=tapped, stride=width)
+        if "final_norm" in wanted:
+            tapped["final_norm"] = final
+        return Hidden(final, tapped)
+
+    def hand_on(
+        self, batch: Batch, cache: KVCache, *, above_NW: Tensor | None = None, features_NF: Tensor | None = None
+    ) -> Tensor:
+        """Run the rows of a draft: what each hands on, float32 [N, W = 2 C], the residual stream's end and that normed.
+
+        above_NW: what the rows above them handed on, where the stream begins; or features_NF, float32, to be condensed.
+        """
+        rows, width = len(batch), self._config.hidden_size
+        handed_NW = torch.empty(rows, 2 * width)
+        last: dict[Tap, Tensor] = {self._config.num_layers: handed_NW}
+        self._run(
+            batch, cache, inputs=above_NW, features=features_NF, normed=handed_NW[:, width:], taps=last, stride=2 * width
+        )
+        return handed_NW
+
+    def _run(self, batch: Batch, cache: KVCache, *, taps: Mapping[Tap, Tensor], stride: int, **rows: Tensor | None) -> None:
+        """One call; `rows` are what it reads and writes row by row, by the names of the C struct."""
+        pool = cache.pool
+        assert pool.dtype == self.dtype and pool.is_contiguous() and pool.device.type == "cpu"
+        self._reach(max(span.committed + span.staged for span in batch.spans))
+        outputs = (ctypes.c_void_p * (len(self._places) + 1))()
+        for step, place in enumerate([*self._places, self._config.num_layers]):
+            if place in taps:
+                outputs[step] = taps[place].data_ptr()
         spans, kept = _spans(batch, cache)
         self._lib.draftwise_decoder_run(
             self._handle,
             ctypes.byref(
                 _Pass(
-                    rows=rows,
+                    rows=len(batch),
                     spans=len(batch.spans),
                     tokens=batch.tokens_N.data_ptr(),
                     positions=batch.positions_N.data_ptr(),
                     pool_places=batch.rows_N.data_ptr(),
-                    inputs=None if given[0] is None else given[0].data_ptr(),
-                    beside=None if given[1] is None else given[1].data_ptr(),
                     cosines=self._cosines.data_ptr(),
                     sines=self._sines.data_ptr(),
                     span=ctypes.addressof(spans),
                     pool=pool.data_ptr(),
                     pool_rows=pool.shape[3],
-                    final=final.data_ptr(),
                     taps=ctypes.addressof(outputs),
+                    stride=stride,
+                    **{name: None if tensor is None else tensor.data_ptr() for name, tensor in rows.items()},
                 )
             ),
         )
         del kept
-        if "final_norm" in wanted:
-            tapped["final_norm"] = final
-        return Hidden(final, tapped)
 
     def _reach(self, length: int) -> None:
         """Grow the rotation's tables to cover positions below `length`."""
@@ -247,7 +270,7 @@ class _Weights(ctypes.Structure):
         ("pool_is_bf16", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in ("layer", "final_norm", "embedding")),
+        *((name, ctypes.c_void_p) for name in ("layer", "final_norm", "embedding", "condense")),
     ]
 
 
@@ -262,9 +285,9 @@ class _Pass(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_int64),
         ("spans", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "pool_places", "inputs", "beside")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "pool_places", "inputs", "features", "beside")),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "span", "pool")),
         ("pool_rows", ctypes.c_int64),
-        ("final", ctypes.c_void_p),
-        ("taps", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("final", "normed", "taps")),
+        ("stride", ctypes.c_int64),
     ]

@@ -216,25 +216,37 @@ def pack_dense(weight_OI: Tensor, *, lib: ctypes.CDLL | None = None) -> Packed:
     raise ValueError(f"weights are {weight.dtype}; they must be float32 or bfloat16")
 
 
-def matmul(x_NI: Tensor, packed: Packed, out_dtype: torch.dtype | None = None) -> Tensor:
+def matmul(
+    x_NI: Tensor,
+    packed: Packed,
+    out_dtype: torch.dtype | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    into_NW: Tensor | None = None,
+    places_O: Tensor | None = None,
+) -> Tensor:
     """x W^T, [N, out] in `out_dtype` (x's by default), added up in float32 in one order for any number of rows.
 
-    bfloat16 x multiplies pairs of bfloat16, or bytes for weights `in_bytes`, where the machine has the instruction; float32
-    x multiplies floats.
+    Products are as for x in `dtype` (its own by default): bfloat16 multiplies pairs of bfloat16, or bytes for weights
+    `in_bytes`, where the machine has the instruction; float32 multiplies floats. into_NW, places_O: rows that are there
+    already, and where in them the outputs go, int64; these rows are returned then, [N, W].
     """
-    out_dtype = out_dtype or x_NI.dtype
-    assert x_NI.dtype in (torch.float32, torch.bfloat16) and out_dtype in (torch.float32, torch.bfloat16)
+    out_dtype, dtype = out_dtype or x_NI.dtype, dtype or x_NI.dtype
+    assert {x_NI.dtype, out_dtype, dtype} <= {torch.float32, torch.bfloat16}
     assert x_NI.dim() == 2 and x_NI.shape[1] == packed.struct.in_
     x_NI = x_NI.contiguous()
-    y_NO = torch.empty(x_NI.shape[0], packed.struct.out, dtype=out_dtype)
-    bf16 = x_NI.dtype == torch.bfloat16
+    y_NO = torch.empty(x_NI.shape[0], packed.struct.out, dtype=out_dtype) if into_NW is None else into_NW
+    assert y_NO.dtype == out_dtype and y_NO.is_contiguous() and len(y_NO) == len(x_NI)
+    assert places_O is None or (places_O.is_contiguous() and len(places_O) == packed.struct.out)
     packed.lib.draftwise_matmul(
         ctypes.byref(packed.struct),
         _address(x_NI),
-        ctypes.c_int(bf16),
-        ctypes.c_int64(x_NI.shape[0]),
+        ctypes.c_int(x_NI.dtype == torch.bfloat16),
+        ctypes.c_int64(len(x_NI)),
         _address(y_NO),
         ctypes.c_int(out_dtype == torch.bfloat16),
-        ctypes.c_int(bf16),
+        ctypes.c_int(dtype == torch.bfloat16),
+        _address(places_O),
+        ctypes.c_int64(y_NO.shape[1]),
     )
     return y_NO

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import draftwise.kernels as kernels
 from draftwise.cache import KVCache
-from draftwise.models.base import Embed, WeightSource
+from draftwise.models.base import Embed, Model, WeightSource
 from draftwise.models.layers import Rotary
 from draftwise.models.linear import DTYPES, Compiled, WeightKind
 from draftwise.models.loader import Loader, describe
@@ -24,6 +24,12 @@ def runs_fused(config: ModelConfig, kind: WeightKind, device: torch.device) -> b
     """True where the compiled decoder serves this shape, kind and device."""
     rotary_is_fixed = Rotary(config, torch.device("cpu")).is_fixed
     return kind.runs_compiled(device) and kernels.unsupported(config) is None and rotary_is_fixed
+
+
+def packed_embedding(model: Model) -> kernels.Packed | None:
+    """A model's embedding as the compiled kernels read it, where it has one."""
+    embedding = model.embedding if isinstance(model, FusedLlama) else None
+    return embedding if isinstance(embedding, kernels.Packed) else None
 
 
 class FusedLlama:
@@ -40,7 +46,7 @@ class FusedLlama:
         loader: Loader,
     ) -> None:
         self.config, self.device, self.dtype = config, torch.device("cpu"), kind.dtype
-        self._kind, self._embedding, self._layers = kind, embedding, list(layers)
+        self._kind, self.embedding, self._layers = kind, embedding, list(layers)
         self._final_norm_C, self._head, self._loader = final_norm_C, head, loader
         self.row_report = loader.rules.report()
         self.weights = describe(loader.linears, head)
@@ -56,7 +62,7 @@ class FusedLlama:
 
     def forward(self, batch: Batch, cache: KVCache, taps: Iterable[Tap] = ()) -> Hidden:
         """Run the packed rows, staging their keys and values. Taps as in types.Tap, in float32."""
-        inputs_NC = None if isinstance(self._embedding, kernels.Packed) else self._embedding(batch.tokens_N)
+        inputs_NC = None if isinstance(self.embedding, kernels.Packed) else self.embedding(batch.tokens_N)
         return self._decoder.forward(batch, cache, taps, inputs_NC=inputs_NC)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -66,7 +72,7 @@ class FusedLlama:
     @torch.inference_mode()
     def embed(self, tokens_N: Tensor) -> Tensor:
         """Rows of the embedding, [N, C]."""
-        rows = self._embedding.rows if isinstance(self._embedding, kernels.Packed) else self._embedding
+        rows = self.embedding.rows if isinstance(self.embedding, kernels.Packed) else self.embedding
         return rows(tokens_N).to(self.dtype)
 
     @torch.inference_mode()
@@ -100,7 +106,7 @@ class FusedLlama:
             for layer in self._layers
         )
         layers = [layer for layer in kept if layer.attention or layer.feed_forward]
-        return FusedLlama(self.config, self._kind, self._embedding, layers, self._final_norm_C, self._head, self._loader)
+        return FusedLlama(self.config, self._kind, self.embedding, layers, self._final_norm_C, self._head, self._loader)
 
 
 def build_fused(source: WeightSource, kind: WeightKind, device: torch.device, embed: Embed | None = None) -> FusedLlama:

@@ -18,6 +18,7 @@ struct Of : Handle {
 
 bool all_in_bytes(const DecoderWeights& decoder) {
   if (decoder.hidden % 32 || decoder.head_dim % 32 || decoder.inner % 32) return false;
+  if (const Weights* w = decoder.condense; w && (w->in % 32 || !w->as_bytes)) return false;
   for (int l = 0; l < decoder.layers; ++l) {
     const LayerWeights& layer = decoder.layer[l];
     for (const Weights* w : {layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down})

@@ -26,19 +26,23 @@ struct DecoderWeights {
   const LayerWeights* layer;
   const float* final_norm;
   const Weights* embedding;
+  const Weights* condense;  // null: none; else from Pass::features to where the stream begins
 };
 
 struct Pass {
   int64_t rows, spans;
   const int64_t *tokens, *positions, *pool_places;  // per row
-  const float* inputs;  // [rows, hidden]: where the stream begins; null: at the embedding of the tokens
-  const float* beside;  // [rows, hidden], where a layer reads it
+  const float* inputs;    // [rows, stride]: where the stream begins; null: at the embedding of the tokens
+  const float* features;  // [rows, inputs of `condense`]: or there; null: none
+  const float* beside;    // [rows, hidden], where a layer reads it; null: the embedding of the tokens
   const float *cosines, *sines;                     // [positions, rotary_dim / 2]
   const Span* span;
   void* pool;  // [layers, 2, kv_heads, pool_rows, head_dim]
   int64_t pool_rows;
-  void* final;       // [rows, hidden]: bfloat16 or float, as the mode
-  float* const* taps;  // [layers + 1]: where to leave the residual stream after k layers, or null
+  void* final;         // [rows, hidden]: bfloat16 or float, as the mode; null: not wanted
+  float* normed;       // [rows, stride]: the same in float, or null
+  float* const* taps;  // [layers + 1]: where to leave the residual stream after k layers, [rows, stride], or null
+  int64_t stride;      // floats from a row to the next of inputs, normed and taps
 };
 
 template <class Mode, class T>
@@ -56,7 +60,9 @@ class Decoder {
     x_ = stream_.of<float>(n * w_.hidden + 16);
     queries_ = query_buffer_.of<Cell>(n * heads * dim / 2);
     normed_.reserve(n, w_.hidden);
-    if (pass.beside) joined_.reserve(n, 2 * w_.hidden);
+    if (joins()) joined_.reserve(n, 2 * w_.hidden);
+    if (pass.features) condensed_.reserve(n, w_.condense->in);
+    beside_ = joins() && !pass.beside ? beside_buffer_.of<float>(n * w_.hidden) : nullptr;
     attended_.reserve(n, int(heads * dim));
     inner_.reserve(n, w_.inner);
     paths_.lay_out(pass.span, int(pass.spans), n);
@@ -84,25 +90,33 @@ class Decoder {
     finished_ = std::vector<std::atomic<int>>(split_ ? units : 0);
 
     const int per_layer = 7;
-    Stages stages(2 + w_.layers * per_layer, threads);
+    Stages stages(3 + w_.layers * per_layer, threads);
     fork(threads, [&](int thread) {
       thread_local Worker worker;
       int stage = 0;
       stages.run(stage++, thread, int(n), [&](int row) {
         float* x = x_ + int64_t(row) * w_.hidden;
-        if (pass.inputs)
-          std::memcpy(x, pass.inputs + int64_t(row) * w_.hidden, w_.hidden * 4);
-        else
+        if (pass.features) {
+          std::memset(x, 0, w_.hidden * 4);
+          norm(pass.features + int64_t(row) * w_.condense->in, w_.condense->in, nullptr, condensed_, row);
+        } else if (pass.inputs) {
+          std::memcpy(x, pass.inputs + row * pass.stride, w_.hidden * 4);
+        } else {
           unpack_row(*w_.embedding, pass.tokens[row], x);
+        }
+        if (beside_) unpack_row(*w_.embedding, pass.tokens[row], beside_ + int64_t(row) * w_.hidden);
       });
+      const int columns = (w_.hidden + 16 * kColumns - 1) / (16 * kColumns);
+      if (pass.features)
+        stages.run(stage++, thread, condensed_.chunks() * columns,
+                   [&](int item) { add(*w_.condense, condensed_, item / columns, item % columns * kColumns, worker); });
       int attended = 0;  // layers whose attention was run before
       for (int l = 0; l < w_.layers; ++l) {
         const LayerWeights& layer = w_.layer[l];
         const auto enter = [&](int row, const float* weight, bool first) {
           if (first) tap(row, pass.taps[l]);
-          norm(x_, row, weight, normed_);
+          norm(x_ + int64_t(row) * w_.hidden, w_.hidden, weight, normed_, row);
         };
-        const int columns = (w_.hidden + 16 * kColumns - 1) / (16 * kColumns);
         if (layer.query) {
           Attends here = attention;
           here.window = layer.window;
@@ -111,8 +125,9 @@ class Decoder {
           stages.run(stage++, thread, int(n), [&](int row) {
             if (!layer.beside_norm) return enter(row, layer.input_norm, true);
             tap(row, pass.taps[l]);
-            norm(pass.beside, row, layer.beside_norm, joined_);
-            norm(x_, row, layer.input_norm, joined_, w_.hidden / 16);
+            const int64_t at = int64_t(row) * w_.hidden;
+            norm((beside_ ? beside_ : pass.beside) + at, w_.hidden, layer.beside_norm, joined_, row);
+            norm(x_ + at, w_.hidden, layer.input_norm, joined_, row, w_.hidden / 16);
           });
           const int all_heads = w_.heads + 2 * w_.kv_heads;
           stages.run(stage++, thread, normed_.chunks() * all_heads,
@@ -149,7 +164,13 @@ class Decoder {
   }
 
   void tap(int64_t row, float* to) const {
-    if (to) std::memcpy(to + row * w_.hidden, x_ + row * w_.hidden, w_.hidden * 4);
+    if (to) std::memcpy(to + row * pass_->stride, x_ + row * w_.hidden, w_.hidden * 4);
+  }
+
+  bool joins() const {
+    for (int l = 0; l < w_.layers; ++l)
+      if (w_.layer[l].beside_norm) return true;
+    return false;
   }
 
   float scale_of(const float* x, int width) const {  // 1 / root of the mean square
@@ -161,16 +182,15 @@ class Decoder {
     return 1.0f / std::sqrt(sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / width + w_.norm_eps);
   }
 
-  // A row of `from` normed, or as it is without a weight, into `to` from unit `first`.
-  void norm(const float* from, int64_t row, const float* weight, const Activations<Mode>& to, int first = 0) const {
-    const float* x = from + row * w_.hidden;
-    const F scale = splat(weight ? scale_of(x, w_.hidden) : 1.0f);
+  // x normed, or as it is without a weight, into a row of `to` from unit `first`.
+  void norm(const float* x, int width, const float* weight, const Activations<Mode>& to, int64_t row, int first = 0) const {
+    const F scale = splat(weight ? scale_of(x, width) : 1.0f);
     const auto normed = [&](int at) {
-      if (at >= w_.hidden) return zero();
-      const F value = load_input(x, at, w_.hidden);
-      return weight ? value * scale * load_input(weight, at, w_.hidden) : value;
+      if (at >= width) return zero();
+      const F value = load_input(x, at, width);
+      return weight ? value * scale * load_input(weight, at, width) : value;
     };
-    for (int at = 0; at < w_.hidden; at += 32) to.put(row, first + at / 16, normed(at), normed(at + 16));
+    for (int at = 0; at < width; at += 32) to.put(row, first + at / 16, normed(at), normed(at + 16));
   }
 
   void final_norm(int64_t row) const {
@@ -178,6 +198,8 @@ class Decoder {
     const float scale = scale_of(x, w_.hidden);
     for (int i = 0; i < w_.hidden; ++i) {
       const float value = x[i] * scale * w_.final_norm[i];
+      if (pass_->normed) pass_->normed[row * pass_->stride + i] = value;
+      if (!pass_->final) continue;
       if constexpr (sizeof(T) == 2)
         static_cast<uint16_t*>(pass_->final)[row * w_.hidden + i] = to_bf16(value);
       else
@@ -327,11 +349,11 @@ class Decoder {
 
   const DecoderWeights w_;
   const Pass* pass_ = nullptr;
-  Buffer stream_, query_buffer_, partial_buffer_;
-  float* x_ = nullptr;
+  Buffer stream_, query_buffer_, partial_buffer_, beside_buffer_;
+  float *x_ = nullptr, *beside_ = nullptr;
   float* partial_ = nullptr;
   Cell* queries_ = nullptr;
-  Activations<Mode> normed_, joined_, attended_, inner_;
+  Activations<Mode> normed_, joined_, condensed_, attended_, inner_;
   Paths paths_;
   std::vector<typename Attends::Tile> tiles_;
   std::vector<std::atomic<int>> finished_;

@@ -9,8 +9,29 @@ using namespace dw;
 
 namespace {
 
+struct Result {  // rows of `width` bfloat16 or float; output i of a product stands at places[i], or at i
+  void* y;
+  int is_bf16;
+  const int64_t* places;
+  int64_t width;
+
+  DW_INLINE void put(int64_t row, int column, int count, F value) const {
+    const int64_t at = row * width + column;
+    if (count == 16 && !places) return is_bf16 ? store_bf16((uint16_t*)y + at, value) : store((float*)y + at, value);
+    float v[16];
+    store(v, value);
+    for (int i = 0; i < count; ++i) {
+      const int64_t place = places ? row * width + places[column + i] : at + i;
+      if (is_bf16)
+        ((uint16_t*)y)[place] = to_bf16(v[i]);
+      else
+        ((float*)y)[place] = v[i];
+    }
+  }
+};
+
 template <class Mode>
-void matmul(const Weights& w, const void* x, int x_is_bf16, int64_t n, void* y, int y_is_bf16) {
+void matmul(const Weights& w, const void* x, int x_is_bf16, int64_t n, const Result& result) {
   thread_local Activations<Mode> in;
   const Activations<Mode>& rows = (in.reserve(n, w.in), in);
   const int columns = (w.tiles() + kColumns - 1) / kColumns;
@@ -37,18 +58,8 @@ void matmul(const Weights& w, const void* x, int x_is_bf16, int64_t n, void* y, 
       for (int c = 0; c < kColumns && tile + c < w.tiles(); ++c) {
         const int column = (tile + c) * 16, count = std::min(16, w.out - column);
         const F bias = w.bias ? load(w.bias + column) : zero();
-        for (int r = 0; r < in.n; ++r) {
-          const F value = total[r * kColumns + c] + bias;
-          const int64_t at = (int64_t(item / columns) * kChunkRows + r) * w.out + column;
-          if (count == 16) {
-            y_is_bf16 ? store_bf16((uint16_t*)y + at, value) : store((float*)y + at, value);
-          } else {
-            float v[16];
-            store(v, value);
-            for (int i = 0; i < count; ++i)
-              y_is_bf16 ? void(((uint16_t*)y)[at + i] = to_bf16(v[i])) : void(((float*)y)[at + i] = v[i]);
-          }
-        }
+        for (int r = 0; r < in.n; ++r)
+          result.put(int64_t(item / columns) * kChunkRows + r, column, count, total[r * kColumns + c] + bias);
       }
     });
   });
@@ -80,12 +91,15 @@ void draftwise_unpack_rows(const Weights* w, const int64_t* rows, int64_t n, flo
 int draftwise_has_bytes() { return kHasBytes; }
 
 // as_bf16: multiply pairs of bfloat16, or bytes for weights that say so, where the machine has them; x is rounded to them.
-void draftwise_matmul(const Weights* w, const void* x, int x_is_bf16, int64_t n, void* y, int y_is_bf16, int as_bf16) {
+// places: of the outputs in a row of y, which has `width` numbers; null: in their order.
+void draftwise_matmul(const Weights* w, const void* x, int x_is_bf16, int64_t n, void* y, int y_is_bf16, int as_bf16,
+                      const int64_t* places, int64_t width) {
+  const Result result{y, y_is_bf16, places, width};
   if constexpr (kHasBytes)
-    if (as_bf16 && w->as_bytes) return matmul<Int8Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
+    if (as_bf16 && w->as_bytes) return matmul<Int8Mode>(*w, x, x_is_bf16, n, result);
   if constexpr (kHasBf16)
-    if (as_bf16 && w->kind != kFp32) return matmul<Bf16Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
-  matmul<Fp32Mode>(*w, x, x_is_bf16, n, y, y_is_bf16);
+    if (as_bf16 && w->kind != kFp32) return matmul<Bf16Mode>(*w, x, x_is_bf16, n, result);
+  matmul<Fp32Mode>(*w, x, x_is_bf16, n, result);
 }
 
 }  // extern "C"
