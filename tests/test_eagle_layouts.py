@@ -86,6 +86,27 @@ def test_eagle3_comes_back_as_it_went(llm, tmp_path, layout, changes):
     assert out.tokens == plain.tokens and out.stats.drafted > 0
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_rows_that_are_skimmed_leave_the_cache_as_if_they_were_read(llm, kind):
+    """Of a text and a node below it, to the bit."""
+    runner = EagleRunner(random_draft("eagle3"), llm.target.model, vocab=300, kind=WeightKind(kind))
+    assert runner.skim is not None
+    torch.manual_seed(4)
+    features = torch.randn(40, 64 * 3)
+    found = []
+    for skimmed in (0, 39):
+        cache = runner.new_cache(64)
+        slot = cache.alloc()
+        if skimmed:
+            runner.skim(cache.pack([Feed.chain(slot, range(5, 5 + skimmed))]), cache, features[:skimmed])
+            cache.commit(slot, range(skimmed))
+        handed = runner.read(cache.pack([Feed.chain(slot, range(5 + skimmed, 45))]), cache, [None], features[skimmed:])[-1:]
+        cache.commit(slot, range(40 - skimmed))
+        below = runner.draft(cache.pack([Feed.chain(slot, [9])]), cache, handed, 1)
+        found.append(torch.cat([handed, below, runner.logits(below)], -1))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3"])
 @pytest.mark.parametrize("changes", [{}, {"own_head": True}], ids=str)
 def test_the_compiled_layer_is_the_plain_one(llm, algorithm, changes):

@@ -52,6 +52,7 @@ class EagleRunner:
         self.decoder = _compiled(self.network, kind, target.device, table if self.whole else None)
         self.whole = self.whole and self.decoder is not None
         self.width = shape.width * (2 if self.whole else 1)
+        self.skim = self._stage if self.whole else None  # of one layer, rows that nobody else reads are keys and values alone
 
     def new_cache(self, capacity: int) -> KVCache:
         shape = self.shape
@@ -68,6 +69,10 @@ class EagleRunner:
         if self.whole and self.decoder is not None:
             return self.decoder.hand_on(batch, cache, features_NF=features_NF.float())
         return self._run(batch, cache, self.network.condense(features_NF.to(self.kind.dtype)))
+
+    def _stage(self, batch: Batch, cache: KVCache, features_NF: Tensor) -> None:
+        assert self.decoder is not None
+        self.decoder.stage(batch, cache, features_NF=features_NF.float())
 
     def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
         if self.whole and self.decoder is not None:

@@ -9,7 +9,7 @@ Shapes: N rows, F features (all taps side by side), W numbers that a row hands o
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,10 +31,14 @@ KEPT = 4096
 
 
 class FeatureNetwork(Protocol):
-    """What drafts. `width`: W, the numbers that a row hands on to those below it."""
+    """What drafts. `width`: W, the numbers that a row hands on to those below it.
+
+    skim: stages rows of committed text that hand nothing on, from their features; None where that is no cheaper than `read`.
+    """
 
     taps: tuple[Tap, ...]
     width: int
+    skim: Callable[[Batch, KVCache, Tensor], None] | None
 
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for the network's own keys and values, with room for `capacity` rows."""
@@ -152,9 +156,10 @@ class FeatureDrafter(Drafter):
         while any(state.unread for _, state in drafting):
             started = time.perf_counter()
             budget, feeds, features, reading = CHUNK, [], [], []
+            skim = self.network.skim if any(state.unread > FEW for _, state in drafting) else None
             for seq, state in drafting:
-                count = min(state.unread, budget)
-                if not count:
+                count = min(state.unread - (skim is not None), budget)  # the last row is always read
+                if count < 1:
                     continue
                 budget -= count
                 first = len(seq.tokens) - state.unread  # the row of position i reads token i + 1
@@ -162,10 +167,14 @@ class FeatureDrafter(Drafter):
                 features.append(state.take(count))
                 reading.append(state)
             batch = self.cache.pack(feeds)
-            handed_NW = self.network.read(batch, self.cache, [state.above for state in reading], _stacked(features))
+            handed_NW = None
+            if skim is not None:
+                skim(batch, self.cache, _stacked(features))
+            else:
+                handed_NW = self.network.read(batch, self.cache, [state.above for state in reading], _stacked(features))
             for state, span in zip(reading, batch.spans, strict=True):
                 self.cache.commit(state.slot, range(span.stop - span.start))
-                state.above = handed_NW[span.stop - 1]
+                state.above = None if handed_NW is None else handed_NW[span.stop - 1]
             if len(batch) > FEW * len(reading):
                 self._row.learn((time.perf_counter() - started) / len(batch))
         return self.network.logits(_stacked([state.above[None] for _, state in drafting if state.above is not None]))

@@ -58,6 +58,7 @@ class MtpRunner:
     """
 
     taps: tuple[Tap, ...] = ("final_norm",)
+    skim = None  # a module reads what the one before made of every row
 
     def __init__(
         self,

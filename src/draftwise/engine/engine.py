@@ -127,6 +127,7 @@ class Engine:
             return []
         began = self._clock()
         load = Load(sum(len(turn.tokens) for turn in turns), sum(turn.complete for turn in turns))
+        decoding = all(_decoding(turn) for turn in turns)
         drafts = self._propose(turns, load)
         started = self._clock()
         batch = self.cache.pack([_feed(turn, draft) for turn, draft in zip(turns, drafts, strict=True)])
@@ -142,7 +143,7 @@ class Engine:
             event = self._finish(turn, draft, logits.get(turn.seq.id), hidden, rows)
             if event is not None:
                 events.append(event)
-        if all(_decoding(turn) for turn in turns):
+        if decoding:
             emitted = sum(len(event.tokens) for event in events)
             rest = self._clock() - began - seconds - self._proposals.took
             self.governor.passed(load, len(batch), seconds, emitted, self._proposals.seconds, rest)

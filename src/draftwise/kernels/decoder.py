@@ -175,7 +175,20 @@ class Decoder:
         )
         return handed_NW
 
-    def _run(self, batch: Batch, cache: KVCache, *, taps: Mapping[Tap, Tensor], stride: int, **rows: Tensor | None) -> None:
+    def stage(self, batch: Batch, cache: KVCache, *, features_NF: Tensor) -> None:
+        """As `hand_on`, for rows of which nothing is wanted but keys and values: a fraction of the work where layers are few."""
+        self._run(batch, cache, features=features_NF, taps={}, stride=2 * self._config.hidden_size, keys_only=True)
+
+    def _run(
+        self,
+        batch: Batch,
+        cache: KVCache,
+        *,
+        taps: Mapping[Tap, Tensor],
+        stride: int,
+        keys_only: bool = False,
+        **rows: Tensor | None,
+    ) -> None:
         """One call; `rows` are what it reads and writes row by row, by the names of the C struct."""
         pool = cache.pool
         assert pool.dtype == self.dtype and pool.is_contiguous() and pool.device.type == "cpu"
@@ -201,6 +214,7 @@ class Decoder:
                     pool_rows=pool.shape[3],
                     taps=ctypes.addressof(outputs),
                     stride=stride,
+                    keys_only=keys_only,
                     **{name: None if tensor is None else tensor.data_ptr() for name, tensor in rows.items()},
                 )
             ),
@@ -290,4 +304,5 @@ class _Pass(ctypes.Structure):
         ("pool_rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final", "normed", "taps")),
         ("stride", ctypes.c_int64),
+        ("keys_only", ctypes.c_int64),
     ]

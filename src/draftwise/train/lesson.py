@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from draftwise.train.capture import Captured
 from draftwise.types import Tap
 
-ROWS = 256
-"""Rows whose distributions are in memory at once."""
+ROWS = 64
+"""Rows whose distributions are in memory at once: few, so that they stay in the processor's caches."""
 
 
 class Lesson(nn.Module):

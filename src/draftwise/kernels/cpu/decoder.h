@@ -43,6 +43,7 @@ struct Pass {
   float* normed;       // [rows, stride]: the same in float, or null
   float* const* taps;  // [layers + 1]: where to leave the residual stream after k layers, [rows, stride], or null
   int64_t stride;      // floats from a row to the next of inputs, normed and taps
+  int64_t keys_only;   // stop where the last layer's keys and values are in the pool: nothing else is wanted
 };
 
 template <class Mode, class T>
@@ -129,9 +130,11 @@ class Decoder {
             norm((beside_ ? beside_ : pass.beside) + at, w_.hidden, layer.beside_norm, joined_, row);
             norm(x_ + at, w_.hidden, layer.input_norm, joined_, row, w_.hidden / 16);
           });
-          const int all_heads = w_.heads + 2 * w_.kv_heads;
-          stages.run(stage++, thread, normed_.chunks() * all_heads,
-                     [&](int item) { project(layer, item / all_heads, item % all_heads, worker); });
+          const bool ends = pass.keys_only && l == w_.layers - 1;
+          const int first_head = ends ? w_.heads : 0, projected = w_.heads + 2 * w_.kv_heads - first_head;
+          stages.run(stage++, thread, normed_.chunks() * projected,
+                     [&](int item) { project(layer, item / projected, first_head + item % projected, worker); });
+          if (ends) return;
           stages.run(stage++, thread, units * (split_ ? most_blocks_ : 1), [&](int item) { attend(here, attended, item, worker); });
           stages.run(stage++, thread, attended_.chunks() * columns,
                      [&](int item) { add(*layer.output, attended_, item / columns, item % columns * kColumns, worker); });
