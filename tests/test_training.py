@@ -16,7 +16,7 @@ from draftwise.train.batches import Place, Shots, endless, epoch_batches, is_hel
 from draftwise.train.capture import capture, collate
 from draftwise.train.card import model_card
 from draftwise.train.data import Answer, Corpus, make_answers, user_turn
-from draftwise.train.lesson import distributions, match
+from draftwise.train.lesson import distributions, match, rounded
 from draftwise.train.loop import CHECKPOINT, LOG, Plan, train
 from draftwise.train.optimizer import schedule
 from draftwise.types import Feed
@@ -259,6 +259,22 @@ def test_training_begins_with_an_earlier_draft(target, llm, tmp_path, kind):
     other = {"eagle": "eagle3", "eagle3": "eagle"}[kind]
     with pytest.raises(ValueError, match=kind):
         find_kind(other).build(find_kind(other).Options(start=str(tmp_path / "a")), llm.target, corpus)
+
+
+@pytest.mark.parametrize("kind", draft_kinds())
+def test_a_draft_that_learns_rounded_is_stored_as_it_learnt(llm, tmp_path, kind):
+    """Rounding what was saved changes nothing; the weights that are trained are others."""
+    corpus = answered(llm, tmp_path / "answers.jsonl", 6)
+    module = find_kind(kind)
+    plan = Plan(updates=2, tokens=1, rows=40, precision="fp32", served_prompts=1, served_tokens=4, quantize="int4")
+    train(llm, lambda corpus: module.build(module.Options(), llm.target, corpus), tmp_path / "a", plan, answers=corpus.path)
+    saved = load_file(tmp_path / "a" / "model.safetensors")
+    matrices = [tensor for tensor in saved.values() if tensor.dim() == 2 and tensor.shape[1] % 32 == 0]
+    assert matrices
+    for matrix in matrices:
+        torch.testing.assert_close(rounded(matrix, "int4"), matrix, rtol=1e-3, atol=1e-4)
+    trained = torch.load(tmp_path / "a" / CHECKPOINT, weights_only=True)["lesson"]
+    assert any(tensor.dim() == 2 and not torch.allclose(rounded(tensor, "int4"), tensor) for tensor in trained.values())
 
 
 def test_a_plan_says_what_is_wrong():

@@ -52,6 +52,8 @@ DEFAULT_MINUTES = 20.0
               help="End after N measurements without progress; 0: never.")
 @click.option("--batch", type=click.IntRange(min=1), default=32, show_default=True, help="Answers made at once.")
 @click.option("--quantize", type=click.Choice(["int8", "int4"]), help="Convert the target's weights when loading.")
+@click.option("--draft-quantize", type=click.Choice(["int8", "int4"]),
+              help="What the draft's weights will be served in: it learns with weights rounded so.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="The target's number format.")
 @click.option("--device", default="cpu", show_default=True, help="Where to train: cpu, cuda, cuda:1 …")
 @click.option("--revision", help="Branch, tag or commit of a hub id.")
@@ -87,6 +89,7 @@ def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], as_j
         every=flags["every"],
         invented=flags["invented"],
         longer=flags["longer"],
+        quantize=flags["draft_quantize"],
     )
     workloads = [read(path) for path in prompt_files]
     if flags["threads"] is not None:

@@ -81,7 +81,8 @@ class DraftLesson(Lesson):
         final_PC = batch.features["final_norm"][learns_BT]
         p_PV = distributions(final_PC, self.head_VC, self.precision)
         said_PC = self.network(*self.inputs(batch))[learns_BT].float()
-        loss, accepted = match(said_PC, self.head_VC, p_PV, torch.arange(len(p_PV), device=p_PV.device), kind=self.options.loss)
+        places_P = torch.arange(len(p_PV), device=p_PV.device)
+        loss, accepted = match(said_PC, self.served(self.head_VC), p_PV, places_P, kind=self.options.loss)
         if self.options.feature_weight:
             missed = F.smooth_l1_loss(said_PC / self.final_scale, final_PC.float() / self.final_scale, reduction="none")
             loss = loss + self.options.feature_weight * missed.mean(-1).sum()

@@ -63,7 +63,7 @@ class FeatureLesson(Lesson):
             guesses_BA, place_n = rows.ahead(ahead)
             before_head = before_head_BAC[guesses_BA].float()
             own = self.own_head(step)
-            lost, accepted = match(before_head, self.head_VE if own is None else own, p_PV, place_n)
+            lost, accepted = match(before_head, self.served(self.head_VE) if own is None else own, p_PV, place_n)
             if self.feature_weight and own is None:
                 wanted, scale = final_PE[place_n].float(), self.final_scale
                 missed = F.smooth_l1_loss(before_head / scale, wanted / scale, reduction="none")

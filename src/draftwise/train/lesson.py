@@ -6,12 +6,15 @@ draft; its file name is the kind's. Shapes: n rows, C width, V tokens that the d
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from draftwise.models.linear import GROUP, quantize
 from draftwise.train.capture import Captured
 from draftwise.types import Tap
 
@@ -22,11 +25,14 @@ ROWS = 64
 class Lesson(nn.Module):
     """A draft being trained: its parameters, and what they are to learn from a batch.
 
-    taps: hidden states of the target that it wants. drafter: the drafter that runs what `save` writes.
+    taps: hidden states of the target that it wants. drafter: the drafter that runs what `save` writes. kind: "int8" or "int4"
+    where the draft is to learn with weights rounded so, as it will be served.
     """
 
     taps: tuple[Tap, ...]
     drafter: str
+    kind: str | None = None
+    _served: Tensor | None = None
 
     def forward(self, batch: Captured) -> dict[str, Tensor]:
         """`loss`, and figures of interest by name; all scalars."""
@@ -39,12 +45,42 @@ class Lesson(nn.Module):
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take over the weights of a checkpoint, `state_dict` of such a lesson."""
         self.load_state_dict(state)
+        self._served = None
+
+    def served(self, head_VC: Tensor) -> Tensor:
+        """The one head that the draft borrows, as it will have it when served in `kind`."""
+        if self.kind is None:
+            return head_VC
+        if self._served is None:
+            self._served = rounded(head_VC, self.kind)
+        return self._served
+
+    @contextmanager
+    def rounded(self) -> Iterator[None]:
+        """Inside, matrices are as `kind` rounds them. Gradients are taken there, and go to the weights as they are:
+        the straight-through estimator, Bengio et al. 2013, arXiv 1308.3432.
+        """
+        kept = [p for p in self.parameters() if self.kind and p.dim() == 2 and p.shape[1] % GROUP == 0]
+        whole = [parameter.data for parameter in kept]
+        for parameter in kept:
+            parameter.data = rounded(parameter.data, str(self.kind))
+        try:
+            yield
+        finally:
+            for parameter, data in zip(kept, whole, strict=True):
+                parameter.data = data
 
     @property
     def precision(self) -> torch.dtype:
         """Of products with the target's rows: autocast's where that is on."""
         device = next(self.parameters()).device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+
+
+@torch.no_grad()
+def rounded(weight_MK: Tensor, kind: str) -> Tensor:
+    """A matrix as int8 or int4 in groups has it."""
+    return quantize(weight_MK, kind).dequantize().to(weight_MK)
 
 
 DIVERGENCES = ("forward", "reverse", "tv")

@@ -39,7 +39,8 @@ class Plan:
     minutes: of wall time, data included. tokens: of answers to make. updates: exactly so many, whatever time they take.
     rows: answered tokens of an update. memory: bytes of captured rows kept from one epoch to the next. patience:
     measurements without progress that end training; 0: none do. every: minutes between measurements of the served draft.
-    served_prompts, served_tokens: how much is answered then. save_every: seconds between checkpoints.
+    served_prompts, served_tokens: how much is answered then. save_every: seconds between checkpoints. quantize: "int8" or "int4"
+    that the draft is to be served in; it learns with weights rounded so.
     """
 
     minutes: float | None = None
@@ -60,6 +61,7 @@ class Plan:
     served_prompts: int = 8
     served_tokens: int = 64
     save_every: float = 60.0
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("minutes", "tokens", "updates", "rows", "learning_rate", "every", "most_tokens", "served_prompts"):
@@ -167,6 +169,7 @@ class Trainer:
     ) -> None:
         self.llm, self.lesson, self.corpus, self.out, self.plan, self.report = llm, lesson, corpus, out, plan, report
         self.card = card | {"plan": {key: value for key, value in asdict(plan).items() if value is not None}}
+        lesson.kind = plan.quantize
         self.optimizer = Optimizer(lesson, plan.learning_rate)
         self.device = llm.target.model.device
         self.curve, self.place = curve, Place()
@@ -224,9 +227,10 @@ class Trainer:
     def _update(self, places: list[int]) -> dict[str, Any]:
         batch = self.shots.batch(places)
         half = self.plan.precision == "bf16"
-        with torch.autocast(self.device.type, dtype=torch.bfloat16) if half else nullcontext():
-            figures = self.model(batch)
-        figures["loss"].backward()
+        with self.lesson.rounded():
+            with torch.autocast(self.device.type, dtype=torch.bfloat16) if half else nullcontext():
+                figures = self.model(batch)
+            figures["loss"].backward()
         size = nn.utils.clip_grad_norm_(self.lesson.parameters(), 1.0)
         rate = self.optimizer.step(self.progress)
         loss = float(figures["loss"].detach())
@@ -268,7 +272,8 @@ class Trainer:
     def _write(self) -> None:
         state = {"update": self.curve.update, "rows": self.curve.rows, "minutes": round(self.curve.seconds / 60, 1)}
         data = {"answers": len(self.corpus.answers), "tokens": self.corpus.tokens}
-        self.lesson.save(self.out, self.card | {"trained": state, "data": data, "curve": self.history})
+        with self.lesson.rounded():
+            self.lesson.save(self.out, self.card | {"trained": state, "data": data, "curve": self.history})
 
     def _log(self, figures: Mapping[str, Any]) -> None:
         with open(self.out / LOG, "a", encoding="utf-8") as file:
