@@ -66,6 +66,25 @@ def plain(target) -> dw.LLM:
 # who gets it
 
 
+def test_a_trained_drafter_without_a_path_gets_the_draft_that_comes_with_the_package(target, plain, monkeypatch):
+    llm = dw.load(str(target), drafter="eagle3", draft_tokens=4)
+    result = llm.generate(PROMPTS[0], **ASKED)
+    assert result.tokens == plain.generate(PROMPTS[0], **ASKED).tokens and result.stats.drafted > 0
+    with pytest.raises(ValueError, match="the eagle drafter needs a draft: --drafter eagle:FOLDER"):
+        dw.load(str(target), drafter="eagle")
+    monkeypatch.setattr(shipped, "ROOT", Path("nowhere"))
+    with pytest.raises(ValueError, match="the eagle3 drafter needs a draft: --drafter eagle3:FOLDER"):
+        dw.load(str(target), drafter="eagle3")
+
+
+def test_of_several_drafts_for_a_target_auto_takes_the_preferred_one(target, drafts, tmp_path, monkeypatch):
+    copytree(drafts, tmp_path / "drafts")
+    copytree(drafts / "tiny" / "eagle3", tmp_path / "drafts" / "tiny" / "draft")
+    monkeypatch.setattr(shipped, "ROOT", tmp_path / "drafts")
+    assert [draft.algorithm for draft in shipped.shipped_drafts()] == ["eagle3", "draft"]
+    assert dw.load(str(target), drafter="auto").drafter == "ngram,eagle3"
+
+
 @pytest.mark.parametrize("verify", ["match", "rejection", "block"])
 @pytest.mark.parametrize("options", [{}, {"tree": "2,1", "ngram.max_tokens": 2}], ids=str)
 def test_the_target_that_a_draft_was_made_for_gets_it_and_says_what_it_said(target, plain, options, verify):

@@ -93,9 +93,9 @@ def show_options(drafter: str) -> None:
 
 
 def show_auto() -> None:
-    from draftwise.drafters.shipped import ALWAYS, shipped_drafts
+    from draftwise.drafters.shipped import ALWAYS, auto_drafts
 
-    drafts = shipped_drafts()
+    drafts = auto_drafts()
     click.echo(f"auto: {ALWAYS}, and with it the trained draft that comes with draftwise for exactly this model, if one does")
     click.echo(f"drafts for: {', '.join(f'{draft.target} ({draft.algorithm})' for draft in drafts) or 'no model yet'}")
     for drafter in dict.fromkeys([ALWAYS, *(draft.algorithm for draft in drafts)]):

@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[1] / "drafts"
 """ROOT/TARGET/ALGORITHM/ is the folder of a draft, as `draftwise export` writes it."""
 ALWAYS = "ngram"
 """What `auto` drafts with whatever the target."""
+PREFERRED = ("eagle3",)
+"""What `auto` takes where several drafts were made for a target."""
 WIDTH = 64
 """Of the product that is tried before a draft is relied on."""
 
@@ -60,15 +62,21 @@ def multiplies(kind: WeightKind, device: torch.device) -> bool:
 
 
 def shipped_drafts() -> list[Shipped]:
-    """All of them, by target and algorithm."""
-    return [Shipped(path.parent) for path in sorted(ROOT.glob("*/*/config.json"))]
+    """All of them, by target, and of one target in the order of PREFERRED."""
+    drafts = [Shipped(path.parent) for path in sorted(ROOT.glob("*/*/config.json"))]
+    return sorted(drafts, key=lambda draft: (draft.target, draft.algorithm not in PREFERRED, draft.algorithm))
+
+
+def auto_drafts() -> list[Shipped]:
+    """Those that `auto` may choose: of each target the first."""
+    return list({draft.target: draft for draft in reversed(shipped_drafts())}.values())[::-1]
 
 
 def forms(text: str) -> list[str]:
     """What NAME[:PATH],… may stand for, which with `auto` depends on the target: the simplest form first."""
     if text.strip() != AUTO:
         return [text]
-    return list(dict.fromkeys([ALWAYS, *(f"{ALWAYS},{draft.algorithm}" for draft in shipped_drafts())]))
+    return list(dict.fromkeys([ALWAYS, *(f"{ALWAYS},{draft.algorithm}" for draft in auto_drafts())]))
 
 
 def check_drafters(text: str, given: Mapping[str, Any]) -> None:
@@ -87,11 +95,12 @@ def choose_drafters(
     """The drafters of NAME[:PATH],… for a target, with their options as typed by a user; see parse_drafters.
 
     For `auto` the first draft that was made for the target comes after prompt lookup, and the user is told what was chosen.
-    source: how the draft of a path is wanted.
+    A trained drafter that is named without a path gets the draft that comes with the package, where there is one for the
+    target. source: how the draft of a path is wanted.
     """
     if text.strip() != AUTO:
-        return parse_drafters(text, given)
-    draft = next((draft for draft in shipped_drafts() if draft.fits(target)), None)
+        return [_with_draft(chosen, target) for chosen in parse_drafters(text, given)]
+    draft = next((draft for draft in auto_drafts() if draft.fits(target)), None)
     if draft is None:
         target.notice(f"drafter auto: {ALWAYS}; no draft that comes with draftwise was made for exactly these weights")
         return parse_drafters(ALWAYS, given)
@@ -103,3 +112,9 @@ def choose_drafters(
     target.notice(f"drafter auto: {ALWAYS}, and {named}")
     always, trained = parse_drafters(f"{ALWAYS},{draft.algorithm}", given)
     return [always, trained._replace(path=str(draft.folder))]
+
+
+def _with_draft(chosen: Chosen, target: Target) -> Chosen:
+    made = (draft for draft in shipped_drafts() if draft.algorithm == chosen.name and draft.fits(target))
+    draft = None if chosen.path else next(made, None)
+    return chosen if draft is None else chosen._replace(path=str(draft.folder))
