@@ -93,11 +93,16 @@ def _measured(result: Mapping[str, Any]) -> Iterable[tuple[object, ...]]:
             yield (
                 f"{str(prompts['path']).rpartition('/')[2]}, {prompts['count']}",
                 f"{run['temperature']:g}",
-                ", ".join(part.partition(":")[0] for part in run["drafter"].split(",")),
+                ", ".join([part.partition(":")[0] for part in run["drafter"].split(",")] + _options(run)),
                 f"{run['tokens_per_step']:.2f}",
                 f"{run['acceptance_rate']:.0%}",
                 f"{run['speedup']:.2f}× ({low:.2f}–{high:.2f})",
             )
+
+
+def _options(run: Mapping[str, Any]) -> list[str]:
+    """What a drafter of a benchmark was given."""
+    return [f"{name}={value}" for name, value in (run.get("options") or {}).items()]
 
 
 def _machine(result: Mapping[str, Any]) -> str:

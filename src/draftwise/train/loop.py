@@ -206,7 +206,8 @@ class Trainer:
             if time.monotonic() - saved >= self.plan.save_every:
                 self._save()
                 saved = time.monotonic()
-        self._measure()
+        if not self.history or self.curve.measured < self.curve.seconds:
+            self._measure()
         self._save()
         self.report({"phase": "done", **asdict(self.curve)})
 
