@@ -22,7 +22,7 @@ from draftwise.drafters.decoder_layer import cached_attention, packed_linear
 from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.eagle_files import read_eagle
 from draftwise.drafters.eagle_network import EagleNetwork
-from draftwise.drafters.features import FeatureDrafter
+from draftwise.drafters.features import FeatureDrafter, Skim
 from draftwise.drafters.trained import kind_name, stored_kind
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
@@ -52,7 +52,8 @@ class EagleRunner:
         self.decoder = _compiled(self.network, kind, target.device, table if self.whole else None)
         self.whole = self.whole and self.decoder is not None
         self.width = shape.width * (2 if self.whole else 1)
-        self.skim = self._stage if self.whole else None  # of one layer, rows that nobody else reads are keys and values alone
+        # of one layer, rows that nobody else reads are keys and values alone
+        self.skim: Skim | None = self._stage if self.whole else None
 
     def new_cache(self, capacity: int) -> KVCache:
         shape = self.shape

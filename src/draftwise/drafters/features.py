@@ -30,15 +30,19 @@ KEPT = 4096
 """Most rows of features kept of a sequence; what lies further back a draft that starts late does not read."""
 
 
+Skim = Callable[[Batch, KVCache, Tensor], None]
+"""Stages rows of committed text from their features, [N, F], where nobody wants what they hand on."""
+
+
 class FeatureNetwork(Protocol):
     """What drafts. `width`: W, the numbers that a row hands on to those below it.
 
-    skim: stages rows of committed text that hand nothing on, from their features; None where that is no cheaper than `read`.
+    skim: None where that is no cheaper than `read`.
     """
 
     taps: tuple[Tap, ...]
     width: int
-    skim: Callable[[Batch, KVCache, Tensor], None] | None
+    skim: Skim | None
 
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for the network's own keys and values, with room for `capacity` rows."""

@@ -21,7 +21,7 @@ from draftwise.cache import KVCache
 from draftwise.drafters.base import DraftSource, Target
 from draftwise.drafters.decoder_layer import cached_attention
 from draftwise.drafters.draft_head import DraftHead
-from draftwise.drafters.features import FeatureDrafter
+from draftwise.drafters.features import FeatureDrafter, Skim
 from draftwise.drafters.mtp_files import read_mtp, write_mtp
 from draftwise.drafters.mtp_layouts import Published, read_published
 from draftwise.drafters.mtp_network import Module, MtpNetwork
@@ -58,7 +58,7 @@ class MtpRunner:
     """
 
     taps: tuple[Tap, ...] = ("final_norm",)
-    skim = None  # a module reads what the one before made of every row
+    skim: Skim | None = None  # a module reads what the one before made of every row
 
     def __init__(
         self,

@@ -176,7 +176,7 @@ class Decoder:
         return handed_NW
 
     def stage(self, batch: Batch, cache: KVCache, *, features_NF: Tensor) -> None:
-        """As `hand_on`, for rows of which nothing is wanted but keys and values: a fraction of the work where layers are few."""
+        """As `hand_on`, for rows of which only keys and values are wanted: a fraction of the work where layers are few."""
         self._run(batch, cache, features=features_NF, taps={}, stride=2 * self._config.hidden_size, keys_only=True)
 
     def _run(

@@ -25,7 +25,6 @@ from draftwise.train.feature_lesson import FeatureLesson, feature_scales, rotati
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import Tap
 
-
 SETTLED = ("vocab", "inner", "taps", "own_head")
 """Options that the weights of a draft have decided on."""
 

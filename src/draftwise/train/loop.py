@@ -39,8 +39,8 @@ class Plan:
     minutes: of wall time, data included. tokens: of answers to make. updates: exactly so many, whatever time they take.
     rows: answered tokens of an update. memory: bytes of captured rows kept from one epoch to the next. patience:
     measurements without progress that end training; 0: none do. every: minutes between measurements of the served draft.
-    served_prompts, served_tokens: how much is answered then. save_every: seconds between checkpoints. quantize: "int8" or "int4"
-    that the draft is to be served in; it learns with weights rounded so.
+    served_prompts, served_tokens: how much is answered then. save_every: seconds between checkpoints. quantize: "int8"
+    or "int4", which the draft is to be served in; it learns with weights rounded so.
     """
 
     minutes: float | None = None
