@@ -192,6 +192,9 @@ class Decoder:
         """One call; `rows` are what it reads and writes row by row, by the names of the C struct."""
         pool = cache.pool
         assert pool.dtype == self.dtype and pool.is_contiguous() and pool.device.type == "cpu"
+        for name in ("inputs", "features", "beside"):
+            given = rows.get(name)
+            assert given is None or (given.is_contiguous() and given.dtype == torch.float32 and len(given) == len(batch))
         self._reach(max(span.committed + span.staged for span in batch.spans))
         outputs = (ctypes.c_void_p * (len(self._places) + 1))()
         for step, place in enumerate([*self._places, self._config.num_layers]):
