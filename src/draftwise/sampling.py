@@ -98,14 +98,16 @@ def likeliest(
     `distribution` does.
     """
     logits_V = _processed(logits_V, params, history, end_tokens)
-    top = logits_V[_argmax(logits_V)].item()
-    if not top > -math.inf:
-        raise ValueError(_nothing_left(top, params))
-    if top == math.inf:
-        return [_argmax(logits_V)], [1.0]
-    chances, ids = kernels.likeliest(logits_V, count)
-    rows = [(token, chance) for token, chance in zip(ids.tolist(), chances.tolist(), strict=True) if chance > 0]
-    return [token for token, _ in rows], [chance for _, chance in rows]
+    found = kernels.likeliest(logits_V, count)
+    if found is None:
+        top = logits_V[_argmax(logits_V)].item()
+        if not top > -math.inf:
+            raise ValueError(_nothing_left(top, params))
+        if top == math.inf:
+            return [_argmax(logits_V)], [1.0]
+        chances, ids = logits_V.double().softmax(0).topk(min(count, len(logits_V)))
+        found = [(token, chance) for token, chance in zip(ids.tolist(), chances.tolist(), strict=True) if chance > 0]
+    return [token for token, _ in found], [chance for _, chance in found]
 
 
 class _Weights(NamedTuple):

@@ -76,11 +76,13 @@ class Choice:
 class _Use:
     """A request's use of a drafter: the steps since it was asked, and whether its last draft began right.
 
+    resting: steps in which one that costs is not thought of, since it was not worth it where nothing else was offered.
     profit: what a free one brought of late, in tokens a draft, less its time and its rows. vain: drafts since that was well.
     """
 
     idle: int = 0
     curious: bool = False
+    resting: int = 0
     profit: float = 0.1
     vain: int = 0
 
@@ -94,6 +96,7 @@ class Governor:
     """
 
     PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
+    REST = 3  # steps in which a drafter is not thought of that was not worth its cost, since thinking takes time too
     VAIN, LONGEST = 4, 5  # so many free drafts in vain lengthen the pause before the next by a step; steps of it at most
     TOLERATED = 0.02  # tokens a draft that a free drafter may lose, since asking is how it finds what to gain
     RECENT = 0.1  # share of a free draft in what its drafter brought of late
@@ -116,6 +119,12 @@ class Governor:
         """What to ask of a drafter; depth 0 where nothing. Reads drafts that were made, never one to be made."""
         if drafter.free:
             return self._invite(place, drafter, choices, load)
+        if all(self._rests(place, choice) for choice in choices):
+            for choice in choices:
+                use = self._use(place, choice.seq)
+                use.resting, use.idle = use.resting - 1, use.idle + 1
+                self._experience.passed_over(place, choice.seq)
+            return [choice.limit._replace(depth=0) for choice in choices]
         worth, price = self._worth(load), self._price(load)
         begin, seconds = drafter.seconds_to_begin(len(choices)), drafter.seconds_per_depth(len(choices))
         limits = [choice.left(drafter) for choice in choices]
@@ -142,12 +151,18 @@ class Governor:
             use = self._use(place, choice.seq)
             use.idle = 0 if depth else use.idle + 1
             if not depth:
+                use.resting = 0 if choice.drafts else self.REST
                 self._experience.passed_over(place, choice.seq)
         shared = worth * seconds / max(sum(map(bool, depths)), 1)
         return [
             limit._replace(depth=depth, node_price=price, level_price=shared) if choice.auto else limit._replace(depth=depth)
             for choice, limit, depth in zip(choices, limits, depths, strict=True)
         ]
+
+    def _rests(self, place: int, choice: Choice) -> bool:
+        """True where a drafter that costs need not be thought of in this step."""
+        use = self._use(place, choice.seq)
+        return choice.auto and use.resting > 0 and not use.curious and not choice.drafts
 
     def _invite(self, place: int, drafter: Drafter, choices: Seq[Choice], load: Load) -> list[Limit]:
         """What a free drafter may offer: all that may turn out to be worth its row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 from torch import Tensor
@@ -49,28 +50,31 @@ def largest(logits_NV: Tensor, count: int, *, lib: ctypes.CDLL | None = None) ->
 
     Of equal ones the lowest ids come first where a compiled kernel serves them.
     """
-    found = _largest(logits_NV, count, None, lib)
+    found = _largest(logits_NV, count, lib)
     return logits_NV.topk(min(count, logits_NV.shape[1])) if found is None else found
 
 
-def likeliest(logits_V: Tensor, count: int, *, lib: ctypes.CDLL | None = None) -> tuple[Tensor, Tensor]:
-    """What softmax gives the `count` largest logits, float64 [count], and their ids, in the order of `largest`."""
-    mass = torch.empty(1, dtype=torch.float64)
-    found = _largest(logits_V[None], count, mass, lib)
-    if found is None:
-        return logits_V.double().softmax(0).topk(min(count, len(logits_V)))
-    values, ids = found[0][0], found[1][0]
-    return (values - values[0]).double().exp_() / mass, ids
+def likeliest(logits_V: Tensor, count: int, *, lib: ctypes.CDLL | None = None) -> list[tuple[int, float]] | None:
+    """The ids of the `count` largest logits and what softmax gives them, in the order of `largest`; none that it gives nothing.
+
+    None where no compiled kernel serves the logits, or they hold a NaN, an infinity, or nothing above minus infinity.
+    """
+    served, count = _serving(logits_V, lib), min(count, len(logits_V))
+    if served is None:
+        return None
+    values, ids, mass = (ctypes.c_float * count)(), (ctypes.c_int64 * count)(), ctypes.c_double()
+    if not served.draftwise_largest(_address(logits_V), 1, len(logits_V), count, values, ids, ctypes.byref(mass)):
+        return None
+    chances = [math.exp(value - values[0]) / mass.value for value in values]
+    return [(token, chance) for token, chance in zip(ids, chances, strict=True) if chance > 0]
 
 
-def _largest(
-    logits_NV: Tensor, count: int, mass_N: Tensor | None, lib: ctypes.CDLL | None
-) -> tuple[Tensor, Tensor] | None:
+def _largest(logits_NV: Tensor, count: int, lib: ctypes.CDLL | None) -> tuple[Tensor, Tensor] | None:
     served, (rows, vocab) = _serving(logits_NV, lib), logits_NV.shape
     if served is None:
         return None
     values, ids = torch.empty(rows, min(count, vocab)), torch.empty(rows, min(count, vocab), dtype=torch.int64)
-    places = map(_address, (values, ids, mass_N))
+    places = map(_address, (values, ids, None))
     return (values, ids) if served.draftwise_largest(_address(logits_NV), rows, vocab, values.shape[1], *places) else None
 
 

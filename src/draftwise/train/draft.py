@@ -48,11 +48,12 @@ class Options:
     inner: int = field(default=0, metadata={"help": "width of a new feed-forward in each layer; 0: the target's own"})
     loss: str = field(default="forward", metadata={"help": "divergence to lessen: forward (KL), reverse (KL) or tv"})
     feature_weight: float = field(default=2.0, metadata={"help": "weight of meeting the target's final hidden state"})
+    prompt_weight: float = field(default=0.5, metadata={"help": "weight of a prompt's tokens against an answer's"})
 
     def __post_init__(self) -> None:
         if self.vocab < 1:
             raise ValueError(f"vocab is {self.vocab}; it must be at least 1")
-        for name in ("inner", "feature_weight"):
+        for name in ("inner", "feature_weight", "prompt_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.loss not in DIVERGENCES:
@@ -77,17 +78,27 @@ class DraftLesson(Lesson):
         self.register_buffer("head_VC", target.model.head_rows(self.tokens_V.to(target.model.device)).clone(), persistent=False)
 
     def forward(self, batch: Captured) -> dict[str, Tensor]:
-        learns_BT = learning(batch)
-        final_PC = batch.features["final_norm"][learns_BT]
+        answers_BT = learning(batch)
+        said_BTC = self.network(*self.inputs(batch))
+        loss, accepted, count = self._missed(batch, said_BTC, answers_BT)
+        figures = {"accepted_1": accepted / max(count, 1)}
+        weight = self.options.prompt_weight
+        if weight:  # what the target would say inside a prompt teaches as much, and its rows are there
+            prompts_BT = ~answers_BT & (torch.arange(answers_BT.shape[1], device=answers_BT.device) >= batch.starts_B[:, None])
+            lost, _, more = self._missed(batch, said_BTC, prompts_BT)
+            loss, count = loss + weight * lost, count + weight * more
+        return {"loss": loss / max(count, 1), **figures}
+
+    def _missed(self, batch: Captured, said_BTC: Tensor, learns_BT: Tensor) -> tuple[Tensor, Tensor, float]:
+        """Sums over the learning rows of the loss and of the chance to be accepted, and how many they are."""
+        final_PC, said_PC = batch.features["final_norm"][learns_BT], said_BTC[learns_BT].float()
         p_PV = distributions(final_PC, self.head_VC, self.precision)
-        said_PC = self.network(*self.inputs(batch))[learns_BT].float()
         places_P = torch.arange(len(p_PV), device=p_PV.device)
         loss, accepted = match(said_PC, self.served(self.head_VC), p_PV, places_P, kind=self.options.loss)
         if self.options.feature_weight:
             missed = F.smooth_l1_loss(said_PC / self.final_scale, final_PC.float() / self.final_scale, reduction="none")
             loss = loss + self.options.feature_weight * missed.mean(-1).sum()
-        count = max(len(p_PV), 1)
-        return {"loss": loss / count, "accepted_1": accepted / count}
+        return loss, accepted, len(p_PV)
 
     def inputs(self, batch: Captured) -> tuple[Tensor, Tensor]:
         """What the network reads: every token but the last, embedded, [B, T - 1, C], and where each text starts."""

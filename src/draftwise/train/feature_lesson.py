@@ -95,12 +95,12 @@ def unrolled_attention(
     """
     size, learning, heads, dim = q_BAHD.shape
     kv_heads = k_BRKD.shape[2]
-    q = q_BAHD.view(size, learning, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)  # B K G A D
+    q = (q_BAHD * dim**-0.5).view(size, learning, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)  # B K G A D
     k, v = k_BRKD.to(q.dtype).permute(0, 2, 3, 1)[:, :, None], v_BRKD.transpose(1, 2)[:, :, None]
-    scores = [(q @ k).float() * dim**-0.5 + bias_BAR[:, None, None]]
+    scores = [(q @ k).float().add_(bias_BAR[:, None, None])]
     diagonal = [(key.transpose(1, 2)[:, :, None], value.transpose(1, 2)[:, :, None]) for key, value in own]
-    scores += [(q * key).sum(-1, keepdim=True).float() * dim**-0.5 for key, _ in diagonal]
-    weights = torch.cat(scores, -1).softmax(-1).to(v.dtype)
+    scores += [(q * key).sum(-1, keepdim=True).float() for key, _ in diagonal]
+    weights = (torch.cat(scores, -1) if own else scores[0]).softmax(-1).to(v.dtype)
     out = weights[..., : k_BRKD.shape[1]] @ v
     for step, (_, value) in enumerate(diagonal):
         out = out + weights[..., k_BRKD.shape[1] + step, None] * value

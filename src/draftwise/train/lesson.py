@@ -18,8 +18,10 @@ from draftwise.models.linear import GROUP, quantize
 from draftwise.train.capture import Captured
 from draftwise.types import Tap
 
-ROWS = 64
-"""Rows whose distributions are in memory at once: few, so that they stay in the processor's caches."""
+AT_ONCE = 256
+"""Rows that pass over a head together: enough for the matrix units."""
+ROWS = 32
+"""Rows whose distributions are worked on at once: few, so that they stay in the processor's caches."""
 
 
 class Lesson(nn.Module):
@@ -87,17 +89,27 @@ DIVERGENCES = ("forward", "reverse", "tv")
 """KL(p, q) but for a constant, KL(q, p), and the total variation, of a target's p and a draft's q."""
 
 
-def divergence(kind: str, p_nV: Tensor, log_q_nV: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of a divergence over rows, and its gradient by the logits that q came from."""
-    q_nV = log_q_nV.exp()
+def divergence(kind: str, p_nV: Tensor, log_q_nV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over rows of a divergence and of the chance that rejection accepts, 1 - TV(p, q); and the divergence's gradient by
+    the logits that q came from. `log_q_nV` is overwritten.
+    """
     if kind == "forward":
-        return -(p_nV * log_q_nV).sum(), q_nV - p_nV
+        loss = -torch.dot(p_nV.flatten(), log_q_nV.flatten())
+        slope_nV = log_q_nV.exp_().sub_(p_nV)
+        return loss, _accepted(p_nV, slope_nV), slope_nV
+    q_nV = log_q_nV.exp()
+    accepted = _accepted(p_nV, q_nV - p_nV)
     if kind == "reverse":
         ratio_nV = log_q_nV - p_nV.clamp(min=1e-30).log()
         each_n1 = (q_nV * ratio_nV).sum(-1, keepdim=True)
-        return each_n1.sum(), q_nV * (ratio_nV - each_n1)
+        return each_n1.sum(), accepted, q_nV * (ratio_nV - each_n1)
     short_nV = (q_nV < p_nV).to(q_nV.dtype)  # more of q there is accepted
-    return len(q_nV) - torch.minimum(p_nV, q_nV).sum(), q_nV * ((short_nV * q_nV).sum(-1, keepdim=True) - short_nV)
+    return len(q_nV) - accepted, accepted, q_nV * ((short_nV * q_nV).sum(-1, keepdim=True) - short_nV)
+
+
+def _accepted(p_nV: Tensor, more_nV: Tensor) -> Tensor:
+    """The sum of min(p, q), where `more_nV` is q - p and the rows of q add up to 1."""
+    return (len(p_nV) + p_nV.sum() - more_nV.abs().sum()) / 2
 
 
 class Match(torch.autograd.Function):
@@ -114,18 +126,18 @@ class Match(torch.autograd.Function):
         grad_nC = torch.empty_like(hidden_nC)
         grad_VC = torch.zeros_like(head_VC) if ctx.needs_input_grad[1] else None
         loss, accepted = (hidden_nC.new_zeros((), dtype=torch.float32) for _ in range(2))
-        for start in range(0, len(hidden_nC), ROWS):
-            rows = slice(start, start + ROWS)
+        for start in range(0, len(hidden_nC), AT_ONCE):
+            rows = slice(start, start + AT_ONCE)
             x = hidden_nC[rows].to(p_PV.dtype)
-            log_q = (x @ head.T).float().log_softmax(-1)
-            p = p_PV[place_n[rows]].float()
-            lost, slope = divergence(kind, p, log_q)
-            loss += lost
-            accepted += torch.minimum(p, log_q.exp_()).sum()
-            slope = slope.to(p_PV.dtype)
-            grad_nC[rows] = (slope @ head).to(hidden_nC.dtype)
+            logits = x @ head.T
+            for some, places in zip(logits.split(ROWS), place_n[rows].split(ROWS), strict=True):
+                lost, likely, slope = divergence(kind, p_PV[places].float(), some.float().log_softmax(-1))
+                loss += lost
+                accepted += likely
+                some.copy_(slope)  # the logits have served
+            grad_nC[rows] = (logits @ head).to(hidden_nC.dtype)
             if grad_VC is not None:
-                grad_VC += (slope.T @ x).to(grad_VC.dtype)
+                grad_VC += (logits.T @ x).to(grad_VC.dtype)
         ctx.save_for_backward(grad_nC, grad_VC)
         return loss, accepted
 
@@ -151,5 +163,9 @@ def match(
 def distributions(final_PE: Tensor, head_VE: Tensor, dtype: torch.dtype) -> Tensor:
     """The target's distributions over the draft's tokens, renormalised, [P, V], from rows after its final norm."""
     head = head_VE.to(dtype)
-    parts = [(part.to(dtype) @ head.T).float().softmax(-1).to(dtype) for part in torch.split(final_PE, ROWS)]
-    return torch.cat(parts)
+    out_PV = torch.empty(len(final_PE), len(head), dtype=dtype, device=final_PE.device)
+    for rows, part in zip(final_PE.split(AT_ONCE), out_PV.split(AT_ONCE), strict=True):
+        torch.matmul(rows.to(dtype), head.T, out=part)
+        for some in part.split(ROWS):
+            some.copy_(some.float().softmax(-1))
+    return out_PV

@@ -140,7 +140,7 @@ extern "C" int64_t draftwise_largest(const float* logits, int64_t rows, int64_t 
     double mass_of_row = 0;
     for (int64_t start = 0; start < count; start += kBlock) {
       const int size = int(std::min<int64_t>(kBlock, count - start));
-      if (mass) {
+      if (mass && (size < kBlock || !hopeless(logits + start, top, 1.0f))) {
         weigh(logits + start, size, top, 1.0f, weight);
         std::fill(weight + size, weight + kBlock, 0.0f);
         F part = zero();
