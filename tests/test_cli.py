@@ -356,6 +356,7 @@ CHEAP = [
     (["generate", "x", "--max-tokens", "0"], "max_tokens"),
     (["generate", "x", "--temperature", "hot"], "--temperature"),
     (["generate", "x", "--drafter", "telepathy"], "unknown drafter 'telepathy'; choices: "),
+    (["train", "eagle3", "--out", "never", "-o", "start=nowhere"], "nowhere"),
     (["generate", "x", "--drafter", "ngram", "-o", "colour=red"], "unknown option 'colour' for ngram; it has: "),
     (["generate", "x", "-o", "max_ngram"], "KEY=VALUE"),
     (["generate", "x", "-o", "max_ngram=many"], "max_ngram"),

@@ -397,6 +397,7 @@ def test_options_find_the_drafter_that_has_them():
         ("ngram,model:x", {"model.max_ngram": "3"}, r"unknown option 'max_ngram' for model; it has: max_tokens, tree"),
         ("ngram", {"colour": "3"}, r"unknown option 'colour' for ngram; it has: max_ngram, "),
         ("ngram,wishes", {}, r"unknown drafter 'wishes'; choices: "),
+        ("none,ngram", {}, "'none' drafts nothing"),
         ("ngram,", {}, r"unknown drafter ''; choices: "),
     ],
 )

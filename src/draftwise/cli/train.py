@@ -92,6 +92,7 @@ def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], as_j
         quantize=flags["draft_quantize"],
     )
     workloads = [read(path) for path in prompt_files]
+    start = _earlier(kind, getattr(chosen, "start", ""))
     if flags["threads"] is not None:
         import torch
 
@@ -114,7 +115,7 @@ def command(kind: str, model: str, out: str, prompt_files: tuple[str, ...], as_j
         "model": model,
         "prompts": [{"file": Path(w.path).name, "sha256": w.sha256, "count": len(w.prompts)} for w in workloads],
         "version": draftwise.__version__,
-        "start": _earlier(kind, getattr(chosen, "start", "")),
+        "start": start,
     }
     with _Progress() as show:
         train(

@@ -102,6 +102,8 @@ def parse_drafters(text: str, given: Mapping[str, Any]) -> list[Chosen]:
     KEY goes to the one drafter that has it, LABEL.KEY to the one of that label. Raises ValueError naming the choices.
     """
     labels = drafter_labels(text)
+    if len(labels) > 1 and "none" in labels.values():
+        raise ValueError(f"--drafter {text}: 'none' drafts nothing, so it cannot stand beside others; leave it out")
     own: dict[str, dict[str, Any]] = {label: {} for label in labels}
     has = {label: [option.name for option in drafter_options(name)] for label, name in labels.items()}
     for key, value in given.items():
