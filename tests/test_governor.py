@@ -297,6 +297,7 @@ def test_what_to_ask_does_not_depend_on_what_will_be_drawn():
             return 0.1
 
     governor = Governor(GENTLE)
+    governor.passed(Load(1, 1), 1, 1.0, 1, 0.0, 0.0)  # the plain one that comes first
     made = engine(TimedTarget(Clock(), GENTLE), Oracle([], 1))
     identity = made.submit(requests(1, 50)[0])
     seq: Sequence = made._sequences[identity]

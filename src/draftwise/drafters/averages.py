@@ -107,8 +107,9 @@ class Levels:
 
     @property
     def each(self) -> float:
-        """Seconds of a level after the first; half of that one's until there was one."""
-        return self._next.seconds or self._first.seconds / 2
+        """Seconds of a level after the first, which takes no longer than that one; half of it until there was one."""
+        first, following = self._first.seconds, self._next.seconds
+        return min(following, first or following) if following else first / 2
 
     @property
     def beginning(self) -> float:

@@ -63,6 +63,8 @@ class Drafter:
     """True when proposing costs no model pass; the governor then sees the draft before it decides on its size."""
     max_depth = 16
     """Deeper drafts are never asked for."""
+    acceptance = 0.6
+    """A guess at how often its first token is right, before anything came of it."""
     place = 0
     """Among the engine's drafters, which sets it. Keys what is drawn from q: `Noise.draft(..., drafter=self.place)`."""
 

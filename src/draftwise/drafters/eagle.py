@@ -23,7 +23,7 @@ from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.eagle_files import read_eagle
 from draftwise.drafters.eagle_network import EagleNetwork
 from draftwise.drafters.features import FeatureDrafter, Skim
-from draftwise.drafters.trained import kind_name, stored_kind
+from draftwise.drafters.trained import kind_name, served_acceptance, stored_kind
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
 from draftwise.models.fused import packed_embedding
@@ -131,7 +131,9 @@ def build_eagle(algorithm: str, options: Options, target: Target, source: DraftS
     kind = source.kind(target, stored_kind(config))
     runner = EagleRunner(network, target.model, vocab=target.vocab, kind=kind)
     target.notice(f"draft {source.path}: {kind_name(kind)}")
-    return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)
+    return FeatureDrafter(
+        runner, context=target.context, max_batch=target.max_batch, trees=options, acceptance=served_acceptance(config)
+    )
 
 
 def export(source: Path, out: Path, target: Target, *, layout: str, quantize: str | None, name: str) -> None:

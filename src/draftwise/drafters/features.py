@@ -87,9 +87,17 @@ class FeatureDrafter(Drafter):
     context: most tokens of a sequence that it reads; past that it falls silent.
     """
 
-    def __init__(self, network: FeatureNetwork, *, context: int, max_batch: int, trees: Trees = CHAIN) -> None:
+    def __init__(
+        self,
+        network: FeatureNetwork,
+        *,
+        context: int,
+        max_batch: int,
+        trees: Trees = CHAIN,
+        acceptance: float = Drafter.acceptance,
+    ) -> None:
         self.network, self.context, self.trees = network, context, trees
-        self.taps = tuple(network.taps)
+        self.taps, self.acceptance = tuple(network.taps), acceptance
         self.max_depth = trees.depth
         self.cache = network.new_cache(max_batch * (context + trees.most_read + PAGE))
         self._states: dict[int, _State] = {}

@@ -24,7 +24,7 @@ from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.growth import Guesses, Tree, grow
 from draftwise.drafters.medusa_files import export, read_medusa
 from draftwise.drafters.medusa_network import MedusaNetwork
-from draftwise.drafters.trained import kind_name, stored_kind
+from draftwise.drafters.trained import kind_name, served_acceptance, stored_kind
 from draftwise.drafters.trees import HELP, Trees
 from draftwise.models.base import Model
 from draftwise.models.linear import WeightKind
@@ -95,8 +95,8 @@ class MedusaDrafter(Drafter):
 
     taps = ("final_norm",)
 
-    def __init__(self, runner: MedusaRunner, trees: Trees) -> None:
-        self.runner, self.trees = runner, trees
+    def __init__(self, runner: MedusaRunner, trees: Trees, acceptance: float = Drafter.acceptance) -> None:
+        self.runner, self.trees, self.acceptance = runner, trees, acceptance
         self.max_depth = min(trees.depth, runner.most)
         self._states: dict[int, _State] = {}
         self._odds = Rates(weight=6.0, forget=0.995)  # of all sequences
@@ -156,4 +156,4 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Medus
     kind = source.kind(target, stored_kind(config))
     runner = MedusaRunner(network, target.model, vocab=target.vocab, kind=kind)
     target.notice(f"draft {source.path}: {kind_name(kind)}")
-    return MedusaDrafter(runner, options)
+    return MedusaDrafter(runner, options, served_acceptance(config))

@@ -25,7 +25,7 @@ from draftwise.drafters.features import FeatureDrafter, Skim
 from draftwise.drafters.mtp_files import read_mtp, write_mtp
 from draftwise.drafters.mtp_layouts import Published, read_published
 from draftwise.drafters.mtp_network import Module, MtpNetwork
-from draftwise.drafters.trained import kind_name, read_config, stored_kind
+from draftwise.drafters.trained import kind_name, read_config, served_acceptance, stored_kind
 from draftwise.drafters.trees import Trees
 from draftwise.models.base import Model
 from draftwise.models.linear import Embedding, WeightKind
@@ -191,7 +191,10 @@ def build(options: Options, target: Target, source: DraftSource | None) -> Featu
         kind = given.kind(target, stored_kind(config))
     runner = MtpRunner(network, target.model, vocab=target.vocab, kind=kind, foreign=layers)
     target.notice(f"draft {given.path}: {network.shape.modules} modules, {kind_name(kind)}")
-    return FeatureDrafter(runner, context=target.context, max_batch=target.max_batch, trees=options)
+    acceptance = served_acceptance(read_config(folder))
+    return FeatureDrafter(
+        runner, context=target.context, max_batch=target.max_batch, trees=options, acceptance=acceptance
+    )
 
 
 def _layer(published: Published, index: int, kind: WeightKind, target: Target) -> TransformersModel:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from draftwise.drafters.base import Target
+from draftwise.drafters.base import Drafter, Target
 from draftwise.drafters.stored import store
 from draftwise.models.linear import WeightKind
 
@@ -60,6 +60,13 @@ def write_trained(
     card = {key: _without_folders(value) if isinstance(value, str) else value for key, value in card.items()}
     own = {"algorithm": algorithm, **more, "quantize": quantize, "target": made_for(target), "card": card}
     write_draft(folder, tensors, {**config, "draftwise": own})
+
+
+def served_acceptance(config: Mapping[str, Any]) -> float:
+    """How often a draft's first token was right when training last served it, as its card says; else what is always guessed."""
+    card = (config.get("draftwise") or {}).get("card") or {}
+    first = next((entry["first"] for entry in reversed(card.get("curve") or []) if entry.get("first")), None)
+    return sum(first) / len(first) if first else Drafter.acceptance
 
 
 def _without_folders(text: str) -> str:

@@ -7,16 +7,17 @@ is where a new one starts. A draft need not have been verified: the emitted toke
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from draftwise.drafters.averages import Rates, level
+from draftwise.drafters.base import Drafter
 from draftwise.engine.merge import Merged
 from draftwise.sequence import Sequence
 from draftwise.types import Draft
 
-GUESS = 0.6  # acceptance of a drafter of which nothing is known
 STRETCHES = (1, 2, 4, 8)  # last depths of those between which survivals are equally to be believed
 DEPTHS = 4  # acceptance is learnt for each depth up to this one, and together for all below
 TOGETHER = -1  # stands before the drafters of a node where several drafts were merged
@@ -40,9 +41,13 @@ class _Known:
 
 
 class Experience:
-    """What came of drafts so far. Drafters go by their place among the engine's."""
+    """What came of drafts so far. Drafters go by their place among the engine's.
+
+    guesses: by place the acceptance of a drafter's first token to begin with.
+    """
 
     def __init__(self) -> None:
+        self.guesses = defaultdict[int, float](lambda: Drafter.acceptance)
         self._all = _Known(Rates(weight=4.0, forget=0.98), Rates(forget=0.98), Rates(weight=8.0, forget=0.995))
         self._known: dict[int, _Known] = {}
         self._said = Rates(weight=2.0, forget=0.9)
@@ -51,7 +56,7 @@ class Experience:
     def outlook(self, place: int, seq: Sequence, depth: int) -> Iterator[Level]:
         """What to expect by depth of a draft that is not made yet."""
         known = self._of(seq)
-        chance, right, nodes = 1.0, GUESS, 1.0
+        chance, right, nodes = 1.0, self.guesses[place], 1.0
         for k in range(depth):
             right = known.right.rate((place, min(k, DEPTHS)), right)
             nodes = known.nodes.rate((place, min(k, DEPTHS)), nodes)

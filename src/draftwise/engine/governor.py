@@ -35,6 +35,7 @@ class Load(NamedTuple):
 
 
 ALONE = Load(1, 1)
+_PLAIN, _FREE, _ASKED = range(3)  # kinds of steps: without drafts, with drafts that cost nothing, with one that cost
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +102,8 @@ class Governor:
     TOLERATED = 0.02  # tokens a draft that a free drafter may lose, since asking is how it finds what to gain
     RECENT = 0.1  # share of a free draft in what its drafter brought of late
     MODEST = 0.8  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
-    ASKING = 3e-4  # seconds that asking is taken to cost beside the drafter's own, until that was measured
+    ASKING = 5e-4  # seconds that asking is taken to cost beside the drafter's own, until that was measured
+    STRAIGHT, STRAIGHTEST = 8, 64  # passes with asking after which one goes without, to tell what asking costs: at first, later
     MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
@@ -109,9 +111,15 @@ class Governor:
         self._experience = Experience()
         self._speed = Rates(weight=8.0, forget=0.99)
         self._uses: dict[int, dict[int, _Use]] = {}  # by request and drafter
+        self._asked = Rates(weight=32.0, forget=0.995)  # share of steps in which drafters that cost are asked, of all requests
         self._free = defaultdict[int, Pace](Pace)  # seconds that free drafters take for a draft
-        self._beside = Rates(weight=8.0, forget=0.98)  # what steps take beyond a pass of their size and drafts, in such passes
+        self._beside = Rates(weight=3.0, forget=0.98)  # what steps take beyond a pass of their size and drafts, in such passes
+        self._straight, self._most_straight = 1, 1  # passes since one without asking, and at most; at first such a one is due
         self._allowance: float | None = None  # seconds that trying may take; None: as many as may be saved up
+
+    def meet(self, drafter: Drafter) -> None:
+        """Take in what a drafter says of itself, once it has its place."""
+        self._experience.guesses[drafter.place] = drafter.acceptance
 
     # before drafting
 
@@ -119,10 +127,13 @@ class Governor:
         """What to ask of a drafter; depth 0 where nothing. Reads drafts that were made, never one to be made."""
         if drafter.free:
             return self._invite(place, drafter, choices, load)
+        if self._straight >= self._most_straight and all(choice.auto for choice in choices):
+            return [choice.limit._replace(depth=0) for choice in choices]
         if all(self._rests(place, choice) for choice in choices):
             for choice in choices:
                 use = self._use(place, choice.seq)
                 use.resting, use.idle = use.resting - 1, use.idle + 1
+                self._asked.learn(place, 0.0)
                 self._experience.passed_over(place, choice.seq)
             return [choice.limit._replace(depth=0) for choice in choices]
         worth, price = self._worth(load), self._price(load)
@@ -136,11 +147,12 @@ class Governor:
             self._bid(place, choice, limit.depth, cost, self._extra(place, drafter, choice, worth)) if choice.auto else _NO_BID
             for choice, limit in pairs
         ]
+        asking = self._asking(_FREE if any(choice.drafts for choice in choices) else _PLAIN)
         depth, most, passes = 0, 0.0, 0.0
         for deeper in range(1, max(len(bid.gains) for bid in bids)):
             if deeper > paid:
                 passes += worth * seconds * max(bid.runs[deeper - 1] for bid in bids if len(bid.gains) > deeper)
-                passes += worth * (begin + self._asking) if deeper == 1 else 0.0
+                passes += worth * (begin + asking) if deeper == 1 else 0.0
             gain = sum(max(bid.gains[: deeper + 1]) for bid in bids) - passes
             if gain > most:
                 depth, most = deeper, gain
@@ -150,6 +162,7 @@ class Governor:
         for choice, depth in zip(choices, depths, strict=True):
             use = self._use(place, choice.seq)
             use.idle = 0 if depth else use.idle + 1
+            self._asked.learn(place, float(depth > 0))
             if not depth:
                 use.resting = 0 if choice.drafts else self.REST
                 self._experience.passed_over(place, choice.seq)
@@ -201,8 +214,9 @@ class Governor:
         return _Bid(gains, runs)
 
     def _extra(self, place: int, drafter: Drafter, choice: Choice, worth: float) -> float:
-        """What a drafter costs for each token beyond its passes: catching up is spread over what may still be said."""
-        late = drafter.seconds_to_catch_up(choice.seq) / self._experience.tokens_left(choice.seq)
+        """What a drafter costs for each token beyond its passes: catching up is spread over what may still be said with it."""
+        said = max(self._experience.tokens_left(choice.seq) * self._asked.rate(place, 1.0), 1.0)
+        late = drafter.seconds_to_catch_up(choice.seq) / said
         return worth * late + (self.MARGIN if self._use(place, choice.seq).idle else -self.MARGIN)
 
     def _share(self, place: int, choice: Choice, limit: Limit) -> int:
@@ -327,13 +341,20 @@ class Governor:
         that neither the pass nor a draft took.
         """
         asked, expected = drafting > 0, self.times(rows)
+        kind = _ASKED if asked else _FREE if rows > load.rows else _PLAIN
+        if asked:
+            self._straight += 1
+        elif self._straight >= self._most_straight:
+            self._straight, self._most_straight = 0, min(max(2 * self._most_straight, self.STRAIGHT), self.STRAIGHTEST)
+        else:
+            self._straight = 0
         if self.times.known:
             for what, value in (("pass", seconds - expected), ("rest", rest)):
-                self._beside.learn((what, asked), max(-1.0, min(value / expected, 1.0)))
-        self.times.learn(rows, seconds - expected * self._more("pass") if asked else seconds)
+                self._beside.learn((what, kind), max(-1.0, min(value / expected, 1.0)))
+        self.times.learn(rows, seconds - expected * self._more("pass", _PLAIN) if asked else seconds)
         plain = self.times(load.requests)
         self._speed.learn("tokens", emitted / load.requests)
-        self._speed.learn("time", (self.times(rows) + drafting + (self._asking if asked else 0.0)) / plain)
+        self._speed.learn("time", (self.times(rows) + drafting + (self._asking(_PLAIN) if asked else 0.0)) / plain)
         if self._allowance is not None:
             self._allowance += self.PROBE_SHARE * plain
 
@@ -342,17 +363,17 @@ class Governor:
         self._experience.forget(seq)
         self._uses.pop(seq.id, None)
 
-    @property
-    def _asking(self) -> float:
-        """Seconds that asking takes beside the drafter's own: what is not compiled of it, and a pass that begins late since
-        the draft's weights pushed the target's out of the processor's caches."""
+    def _asking(self, instead: int) -> float:
+        """Seconds that asking takes beside the drafter's own, against a step of the kind `instead`: what is not compiled of
+        it, and a pass that begins late since the draft's weights pushed the target's out of the processor's caches."""
         one = self.times(1)
-        return one * max(self._more("pass") + self._more("rest", self.ASKING / one), 0.0)
+        return one * max(self._more("pass", instead) + self._more("rest", instead, self.ASKING / one), 0.0)
 
-    def _more(self, what: str, guess: float = 0.0) -> float:
+    def _more(self, what: str, instead: int, guess: float = 0.0) -> float:
         """What steps take more in which a drafter was asked that costs, for their pass or for the rest, in passes."""
-        without = self._beside.rate((what, False), 0.0)
-        return self._beside.rate((what, True), without + guess) - without
+        plain = self._beside.rate((what, _PLAIN), 0.0)
+        without = self._beside.rate((what, instead), plain)
+        return self._beside.rate((what, _ASKED), plain + guess) - without
 
     def _use(self, place: int, seq: Sequence) -> _Use:
         return self._uses.setdefault(seq.id, {}).setdefault(place, _Use())

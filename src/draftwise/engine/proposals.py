@@ -21,6 +21,7 @@ class Proposals:
         self._order = sorted(range(len(self.drafters)), key=lambda place: not self.drafters[place].free)
         for place, drafter in enumerate(self.drafters):
             drafter.place = place
+            governor.meet(drafter)
         self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for drafter in self.drafters for tap in drafter.taps))
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
         self.seconds = 0.0

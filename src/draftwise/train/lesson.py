@@ -130,7 +130,7 @@ class Match(torch.autograd.Function):
             rows = slice(start, start + AT_ONCE)
             x = hidden_nC[rows].to(p_PV.dtype)
             logits = x @ head.T
-            for some, places in zip(logits.split(ROWS), place_n[rows].split(ROWS), strict=True):
+            for some, places in zip(torch.split(logits, ROWS), torch.split(place_n[rows], ROWS), strict=True):
                 lost, likely, slope = divergence(kind, p_PV[places].float(), some.float().log_softmax(-1))
                 loss += lost
                 accepted += likely
@@ -164,8 +164,8 @@ def distributions(final_PE: Tensor, head_VE: Tensor, dtype: torch.dtype) -> Tens
     """The target's distributions over the draft's tokens, renormalised, [P, V], from rows after its final norm."""
     head = head_VE.to(dtype)
     out_PV = torch.empty(len(final_PE), len(head), dtype=dtype, device=final_PE.device)
-    for rows, part in zip(final_PE.split(AT_ONCE), out_PV.split(AT_ONCE), strict=True):
+    for rows, part in zip(torch.split(final_PE, AT_ONCE), torch.split(out_PV, AT_ONCE), strict=True):
         torch.matmul(rows.to(dtype), head.T, out=part)
-        for some in part.split(ROWS):
+        for some in torch.split(part, ROWS):
             some.copy_(some.float().softmax(-1))
     return out_PV
