@@ -286,22 +286,66 @@ def test_nothing_that_was_drawn_is_left_out_afterwards(tree):
     assert sum(map(len, spy.verified)) < sum(map(len, spy.drawn)), "under match they are"
 
 
+class Unseen(Drafter):
+    """A drafter that is asked what it costs and no more."""
+
+    def __init__(self, seconds: float, late: float = 0.0) -> None:
+        self.seconds, self.late = seconds, late
+
+    def propose(self, seqs, limits):
+        raise AssertionError("nothing is drawn while planning")
+
+    def seconds_per_depth(self, batch):
+        return self.seconds
+
+    def seconds_to_catch_up(self, seq):
+        return self.late
+
+
+def running() -> Sequence:
+    """A request that may say 50 tokens."""
+    made = engine(TimedTarget(Clock(), GENTLE), Oracle([], 1))
+    return made._sequences[made.submit(requests(1, 50)[0])]
+
+
+def asked(governor: Governor, drafter: Drafter, seq: Sequence) -> int:
+    return governor.plan(0, drafter, [Choice(seq, Limit(63, 16))], Load(1, 1))[0].depth
+
+
+@pytest.mark.parametrize(("beside", "asks"), [(0.0, True), (1.6, False)])
+def test_what_asking_takes_beside_the_drafter_is_found_by_going_without(beside, asks):
+    """Steps in which a drafter was asked, in turns with plain ones, which alone can tell that something else is slow too."""
+    governor = Governor(GENTLE)
+    for _ in range(60):
+        governor.passed(Load(1, 1), 1, 1.0, 1, 0.0, 0.0)
+        governor.passed(Load(1, 1), 2, GENTLE(2) + beside / 2, 2, 0.05, beside / 2)
+    assert (asked(governor, Unseen(0.05), running()) > 0) == asks
+
+
+def test_now_and_then_a_step_goes_without_a_drafter_that_is_always_asked():
+    governor, seq = Governor(GENTLE), running()
+    steps = []
+    for _ in range(300):
+        steps.append(asked(governor, Unseen(0.05), seq) > 0)
+        governor.passed(Load(1, 1), 1 + steps[-1], GENTLE(1 + steps[-1]), 1 + steps[-1], 0.05 * steps[-1], 0.0)
+    assert not steps[0] and 4 <= steps.count(False) <= 12
+
+
+def test_catching_up_must_pay_in_the_steps_that_a_drafter_gets():
+    """Of two worlds in which it takes as long to catch up, the drafter is only of use where it was in use lately."""
+    for used in (True, False):
+        governor, seq = Governor(GENTLE), running()
+        for _ in range(200):
+            asked(governor, Unseen(0.05 if used else 9.0), seq)
+            governor.passed(Load(1, 1), 1, 1.0, 1, 0.0, 0.0)
+        assert (asked(governor, Unseen(0.05, late=3.0), running()) > 0) == used
+
+
 def test_what_to_ask_does_not_depend_on_what_will_be_drawn():
     """Two worlds with one past: the governor is asked before the drafter draws, and knows no more than that past."""
-
-    class Unseen(Drafter):
-        def propose(self, seqs, limits):
-            raise AssertionError("nothing is drawn while planning")
-
-        def seconds_per_depth(self, batch):
-            return 0.1
-
-    governor = Governor(GENTLE)
+    governor, seq = Governor(GENTLE), running()
     governor.passed(Load(1, 1), 1, 1.0, 1, 0.0, 0.0)  # the plain one that comes first
-    made = engine(TimedTarget(Clock(), GENTLE), Oracle([], 1))
-    identity = made.submit(requests(1, 50)[0])
-    seq: Sequence = made._sequences[identity]
-    plans = [governor.plan(0, Unseen(), [Choice(seq, Limit(63, 16))], Load(1, 1)) for _ in range(2)]
+    plans = [governor.plan(0, Unseen(0.1), [Choice(seq, Limit(63, 16))], Load(1, 1)) for _ in range(2)]
     assert plans[0] == plans[1] and plans[0][0].depth > 0
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import draftwise as dw
 from draftwise.cli import main
 from draftwise.drafters import shipped
-from draftwise.drafters.trained import algorithm_of, stored_kind
+from draftwise.drafters.trained import algorithm_of, served_acceptance, stored_kind
 from tiny import tiny_checkpoint, tiny_draft
 
 PACKAGE = Path(dw.__file__).parent
@@ -304,6 +304,12 @@ def test_a_draft_that_is_not_fit_to_be_shipped_is_found(drafts, tmp_path, file, 
     (copy / file).write_bytes(change(kept))
     first = next(faults(tmp_path), None)
     assert first is None if fault is None else re.search(fault, first or "")
+
+
+def test_a_draft_begins_with_the_acceptance_on_its_card():
+    curve = [{"served": [1.2, 1.1], "first": [0.9, 0.9]}, {"served": [1.8, 1.6], "first": [0.5, 0.3]}]
+    assert served_acceptance({"draftwise": {"card": {"curve": curve}}}) == pytest.approx(0.4)
+    assert served_acceptance({"model_type": "llama"}) == served_acceptance({"draftwise": {"card": {}}}) == 0.6
 
 
 def test_the_package_takes_the_whole_folder_along():
