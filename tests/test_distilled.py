@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from draftwise.models.linear import WeightKind
 from draftwise.train.capture import capture, collate
 from draftwise.train.data import Answer, Corpus
 from draftwise.train.draft import Options, build, learning, parse_layers
-from draftwise.train.lesson import DIVERGENCES, distributions, divergence, match
+from draftwise.train.lesson import AT_ONCE, DIVERGENCES, ROWS, distributions, divergence, match
 from draftwise.types import Feed
 from tiny import tiny_checkpoint, tiny_draft, tiny_gguf
 
@@ -110,9 +111,10 @@ def test_layers_of_a_gguf_are_dequantised(target, tmp_path):
 @pytest.mark.parametrize("kind", DIVERGENCES)
 def test_the_gradient_of_a_divergence_is_its_own(kind):
     torch.manual_seed(0)
-    hidden, head = torch.randn(30, 8, requires_grad=True), torch.randn(20, 8)
-    p = distributions(torch.randn(10, 8), torch.randn(20, 8), torch.float32)
-    place = torch.randint(10, (30,))
+    count = AT_ONCE + ROWS + 5  # more than pass at once, and no round number
+    hidden, head = torch.randn(count, 8, requires_grad=True), torch.randn(20, 8)
+    p = distributions(torch.randn(count, 8), torch.randn(20, 8), torch.float32)
+    place = torch.randint(count, (count,))
     loss, accepted = match(hidden, head, p, place, kind=kind)
     loss.backward()
     mine, hidden.grad = hidden.grad, None
@@ -121,13 +123,26 @@ def test_the_gradient_of_a_divergence_is_its_own(kind):
     plain = {
         "forward": lambda: -(p * log_q).sum(),
         "reverse": lambda: (log_q.exp() * (log_q - p.log())).sum(),
-        "tv": lambda: 30 - overlap,
+        "tv": lambda: count - overlap,
     }[kind]()
     plain.backward()
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(accepted, overlap)
     torch.testing.assert_close(mine, hidden.grad, rtol=1e-4, atol=1e-5)
     assert divergence("reverse", p, p.log())[0].abs() < 1e-4 and divergence("tv", p, p.log())[0].abs() < 1e-4
+
+
+def test_prompts_teach_by_their_weight(llm, tmp_path):
+    """Every token of a text is learnt from once, whatever lies between texts side by side."""
+    corpus = answered(llm, tmp_path / "answers.jsonl")
+    shots = capture(llm.target, corpus.answers, ("final_norm",), most_tokens=99, dtype=torch.float32)
+    batch = collate(shots, torch.device("cpu"))
+    alone, both = (build(Options(layers="1", prompt_weight=weight), llm.target, corpus)(batch) for weight in (0.0, 1.0))
+    assert alone["accepted_1"] == both["accepted_1"]
+    whole = dataclasses.replace(batch, answers_B=torch.tensor([len(shot.tokens_T) - 1 for shot in shots]))
+    every = build(Options(layers="1", prompt_weight=0.0), llm.target, corpus)(whole)
+    torch.testing.assert_close(both["loss"], every["loss"])
+    assert (both["loss"] - alone["loss"]).abs() > 1e-3
 
 
 @pytest.mark.parametrize("kind", DIVERGENCES)

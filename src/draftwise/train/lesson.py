@@ -91,7 +91,7 @@ DIVERGENCES = ("forward", "reverse", "tv")
 
 def divergence(kind: str, p_nV: Tensor, log_q_nV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over rows of a divergence and of the chance that rejection accepts, 1 - TV(p, q); and the divergence's gradient by
-    the logits that q came from. `log_q_nV` is overwritten.
+    the logits that q came from. `log_q_nV` may be overwritten.
     """
     if kind == "forward":
         loss = -torch.dot(p_nV.flatten(), log_q_nV.flatten())
