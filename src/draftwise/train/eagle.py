@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,14 @@ from draftwise.drafters.eagle_network import EagleNetwork, EagleShape
 from draftwise.models.layers import Rotary
 from draftwise.train.capture import Captured
 from draftwise.train.data import Corpus
-from draftwise.train.feature_lesson import FeatureLesson, feature_scales, rotations, unrolled_attention
+from draftwise.train.feature_lesson import (
+    FeatureLesson,
+    embedding_scale,
+    feature_scales,
+    fit_mixtures,
+    rotations,
+    unrolled_attention,
+)
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import Tap
 
@@ -55,7 +63,8 @@ class Options:
 class EagleLesson(FeatureLesson):
     """Trains a draft of either kind.
 
-    scales_F: what features are divided by, so that taps of all layers are of one size; `save` puts it into the weights.
+    scales_F: what the inputs of the network's `fc` are divided by, so that all are of about one size: taps of EAGLE-3,
+    embedding and state of EAGLE-1. `save` puts it into the weights; powers of two, so that this rounds nothing.
     """
 
     scales_F: Tensor
@@ -67,8 +76,9 @@ class EagleLesson(FeatureLesson):
         self.network, self.steps, self.drafter = network, options.steps, shape.algorithm
         self.taps = tuple(dict.fromkeys([*shape.taps, "final_norm"]))
         network.midlayer.rotary = Rotary(shape.model_config(), target.model.device)
-        widths = [torch.full((shape.target_hidden,), scales[tap]) for tap in shape.taps]
-        self.register_buffer("scales_F", torch.cat(widths) if shape.joins else torch.ones(shape.target_hidden))
+        read = [scales[tap] for tap in shape.taps] if shape.joins else [embedding_scale(target), scales["final_norm"]]
+        sizes = [torch.full((shape.target_hidden,), 2.0 ** round(log2(scale))) for scale in read]
+        self.register_buffer("scales_F", torch.cat(sizes))
 
     def guesses(self, batch: Captured) -> Iterator[tuple[int, Tensor]]:
         for step, state_BAC in enumerate(self.unroll(batch)):
@@ -80,8 +90,9 @@ class EagleLesson(FeatureLesson):
     def unroll(self, batch: Captured) -> Iterator[Tensor]:
         """Step by step what the learning rows hand on, [B, A, C]: row a of step s has read s drafted tokens after its own."""
         net, rows, tokens_BT = self.network, Rows.of(batch), batch.tokens_BT
-        features = torch.cat([batch.features[tap][:, : rows.last] for tap in net.shape.taps], -1).float() / self.scales_F
-        read, residual = net.enter(self._embed(tokens_BT[:, 1 : rows.last + 1]), net.condense(features).float())
+        features = torch.cat([batch.features[tap][:, : rows.last] for tap in net.shape.taps], -1).float()
+        state = net.condense(features / self.scales_F).float() if net.shape.joins else features
+        read, residual = self._enter(tokens_BT[:, 1 : rows.last + 1], state)
         positions_BR, bias_BAR = rows.positions_BR, rows.bias(rows.first)
         keys, values = net.midlayer.keys_values(read, rotations(net.midlayer.rotary, positions_BR))
         read, residual = read[:, rows.first :], residual[:, rows.first :]
@@ -91,25 +102,34 @@ class EagleLesson(FeatureLesson):
             tables = rotations(net.midlayer.rotary, positions_BR[:, rows.first :] + step)
             if step:
                 following = F.pad(tokens_BT, (0, step))[:, rows.first + 1 + step : rows.last + 1 + step]
-                read, residual = net.enter(self._embed(following), state)
+                read, residual = self._enter(following, state)
                 own.append(net.midlayer.keys_values(read, tables))
             attended = unrolled_attention(net.midlayer.queries(read, tables), keys, values, own, bias_BAR)
             state = net.handed_on(net.midlayer.leave(residual, attended)).float()
             yield state
 
+    def _enter(self, tokens_BA: Tensor, state_BAC: Tensor) -> tuple[Tensor, Tensor]:
+        embedded_BAE = self._embed(tokens_BA)
+        if not self.network.shape.joins:  # `fc` reads both here
+            embedding, feature = self.scales_F.chunk(2)
+            embedded_BAE, state_BAC = embedded_BAE / embedding, state_BAC / feature
+        return self.network.enter(embedded_BAE, state_BAC)
+
     def save(self, folder: Path, card: dict[str, Any]) -> None:
         network = EagleNetwork(self.network.shape)
         network.load_state_dict(self.network.state_dict())
         network.d2t = self.tokens_V.cpu()
-        if network.shape.joins:
-            with torch.no_grad():
-                network.fc.weight /= self.scales_F.cpu()
+        with torch.no_grad():
+            network.fc.weight /= self.scales_F.cpu()
         write_eagle(folder, network, self.target, card)
 
 
 def build(options: Options, target: Target, corpus: Corpus) -> EagleLesson:
-    """An untrained EAGLE-1 draft."""
-    return build_lesson("eagle", ("final_norm",), options, target, corpus, fc_bias=True)
+    """An EAGLE-1 draft whose mixture of embedding and feature foretells the next feature; the rest of it is untrained."""
+    lesson = build_lesson("eagle", ("final_norm",), options, target, corpus, fc_bias=True)
+    if not options.start:
+        fit_mixtures(lesson, [lesson.network.fc], corpus, scale=1.0)
+    return lesson
 
 
 def build_lesson(
@@ -149,9 +169,8 @@ def _going_on(algorithm: str, options: Options, target: Target, corpus: Corpus) 
     network, _ = read_eagle(Path(options.start), algorithm, target)
     scales = feature_scales(target, corpus, tuple(dict.fromkeys([*network.shape.taps, "final_norm"])))
     lesson = EagleLesson(network, target, options, scales=scales)
-    if network.shape.joins:
-        with torch.no_grad():
-            network.fc.weight *= lesson.scales_F  # `save` takes it out again
+    with torch.no_grad():
+        network.fc.weight *= lesson.scales_F  # `save` takes it out again
     return lesson.to(target.model.device)
 
 

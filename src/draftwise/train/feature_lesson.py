@@ -9,22 +9,28 @@ target's width, C the draft's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as Seq
+from itertools import islice
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftwise.drafters.base import Target
 from draftwise.models.layers import Rotary
-from draftwise.train.capture import Captured, capture
+from draftwise.train.batches import spread
+from draftwise.train.capture import Captured, capture, collate
 from draftwise.train.data import Corpus
 from draftwise.train.lesson import Lesson, distributions, match
+from draftwise.train.ridge import Ridge
 from draftwise.train.rows import Rows
 from draftwise.types import Tap
 
 SAMPLE = 16
 """Answers that features are measured on before training."""
+FITTED, TOGETHER, RIDGE = 64, 8, 1e-2
+"""Answers that mixtures are fitted to before training, so many at a time, and how much they are held back."""
 
 
 class FeatureLesson(Lesson):
@@ -47,6 +53,10 @@ class FeatureLesson(Lesson):
 
     def guesses(self, batch: Captured) -> Iterator[tuple[int, Tensor]]:
         """Step by step: how many tokens past its first guess each learning row guesses, and what the head reads, [B, A, C]."""
+        raise NotImplementedError
+
+    def unroll(self, batch: Captured) -> Iterator[Any]:
+        """The steps of the draft itself, each run when asked for."""
         raise NotImplementedError
 
     def own_head(self, step: int) -> Tensor | None:
@@ -114,3 +124,30 @@ def feature_scales(target: Target, corpus: Corpus, taps: tuple[Tap, ...]) -> dic
         tap: float(torch.cat([shot.features[tap].square().mean(-1).sqrt() for shot in shots]).median().clamp(min=1e-6))
         for tap in taps
     }
+
+
+def embedding_scale(target: Target) -> float:
+    """The typical root mean square of a row of the embedding, from 256 spread evenly."""
+    count = min(256, target.vocab)
+    rows = target.model.embed(torch.arange(count, device=target.model.device) * target.vocab // count)
+    return float(rows.float().square().mean(-1).sqrt().median().clamp(min=1e-6))
+
+
+@torch.no_grad()
+def fit_mixtures(lesson: FeatureLesson, mixtures: Seq[nn.Linear], corpus: Corpus, *, scale: float) -> None:
+    """Set the mixture of each step of a draft to what best foretells the target's next final state, divided by `scale`: ridge
+    regression over some answers. One after another, since each reads what those before it make.
+    """
+    device = lesson.tokens_V.device
+    shots = capture(lesson.target, spread(corpus.answers, FITTED), lesson.taps, most_tokens=512, dtype=torch.float32)
+    batches = [collate(shots[start : start + TOGETHER], device) for start in range(0, len(shots), TOGETHER)]
+    for step, mixture in enumerate(mixtures):
+        ridge = Ridge(mixture.in_features, mixture.out_features, device)
+        for batch in batches:
+            rows, caught = Rows.of(batch), list[Tensor]()
+            hook = mixture.register_forward_pre_hook(lambda _, given, caught=caught: caught.append(given[0]))
+            next(islice(lesson.unroll(batch), step, None))
+            hook.remove()
+            x_PM = caught[0][:, rows.first :][rows.learns_BA]
+            ridge.add(x_PM, rows.following(batch.features["final_norm"]) / scale)
+        mixture.weight.copy_(ridge.solve(RIDGE))

@@ -8,9 +8,8 @@ Source: DeepSeek-V3, 2024, arXiv 2412.19437, section 2.2; one module for all dep
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,11 @@ from draftwise.drafters.base import Target
 from draftwise.drafters.mtp_files import write_mtp
 from draftwise.drafters.mtp_network import MtpNetwork, MtpShape
 from draftwise.models.layers import Rotary
-from draftwise.train.batches import spread
-from draftwise.train.capture import Captured, capture, collate
-from draftwise.train.data import Answer, Corpus
-from draftwise.train.feature_lesson import FeatureLesson, feature_scales, rotations, unrolled_attention
-from draftwise.train.ridge import Ridge
+from draftwise.train.capture import Captured
+from draftwise.train.data import Corpus
+from draftwise.train.feature_lesson import FeatureLesson, feature_scales, fit_mixtures, rotations, unrolled_attention
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import ModelConfig
-
-SAMPLE, AT_ONCE, RIDGE = 64, 8, 1e-2
-"""Answers that the mixtures are fitted to before training, so many at a time, and how much they are held back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +100,6 @@ class MtpLesson(FeatureLesson):
             out = module.block.leave(x, attended)
             yield index, out
 
-    def entering(self, batch: Captured, index: int) -> Tensor:
-        """What a module's mixture reads at each row, [B, R, 2 C]."""
-        caught: list[Tensor] = []
-        hook = self.network.chain[index].eh_proj.register_forward_pre_hook(lambda _, given: caught.append(given[0]))
-        next(islice(self.unroll(batch), index, None))
-        hook.remove()
-        return caught[0]
-
     def save(self, folder: Path, card: dict[str, Any]) -> None:
         network = MtpNetwork(self.network.shape)
         network.load_state_dict(self.network.state_dict())
@@ -143,7 +129,7 @@ def build(options: Options, target: Target, corpus: Corpus) -> MtpLesson:
     final_scale = feature_scales(target, corpus, ("final_norm",))["final_norm"]
     begin(network, final_scale)
     lesson = MtpLesson(network, target, options, final_scale=final_scale).to(target.model.device)
-    fit(lesson, spread(corpus.answers, SAMPLE))
+    fit_mixtures(lesson, [module.eh_proj for module in network.chain], corpus, scale=final_scale)
     return lesson
 
 
@@ -157,18 +143,3 @@ def begin(network: MtpNetwork, final_scale: float) -> None:
         module.block.self_attn.o_proj.weight.mul_(0.1)
         module.block.mlp.down_proj.weight.mul_(0.1)
         module.norm.weight.fill_(final_scale)
-
-
-@torch.no_grad()
-def fit(lesson: MtpLesson, answers: Seq[Answer]) -> None:
-    """Set each module's mixture to what best foretells the target's next final state: ridge regression over some answers."""
-    device = lesson.tokens_V.device
-    shots = capture(lesson.target, answers, lesson.taps, most_tokens=512, dtype=torch.float32)
-    batches = [collate(shots[start : start + AT_ONCE], device) for start in range(0, len(shots), AT_ONCE)]
-    for index, module in enumerate(lesson.network.chain):
-        mixture = Ridge(module.eh_proj.in_features, module.eh_proj.out_features, device)
-        for batch in batches:
-            rows = Rows.of(batch)
-            x_PM = lesson.entering(batch, index)[:, rows.first :][rows.learns_BA]
-            mixture.add(x_PM, rows.following(batch.features["final_norm"]) / lesson.final_scale)
-        module.eh_proj.weight.copy_(mixture.solve(RIDGE))
