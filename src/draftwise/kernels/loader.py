@@ -26,13 +26,15 @@ SOURCES = Path(__file__).parent / "cpu"
 
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_BF16 = (*_AVX2, *_AVX512, "avx512vbmi", "avx512_bf16", "avx512_vnni")
 INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*_AVX2, *_AVX512, "avx512vbmi", "avx512_bf16", "avx512_vnni"),
+    "amx": (*_BF16, "amx_tile", "amx_bf16"),
+    "avx512_bf16": _BF16,
     "avx512": (*_AVX2, *_AVX512),
     "avx2": _AVX2,
     "portable": (),
 }
-"""Best first: a name, and the processor flags that it needs (as Linux and, without the underscore, compilers spell them)."""
+"""Best first: a name, and the processor flags that it needs, as Linux spells them."""
 
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-w")
 
@@ -53,7 +55,19 @@ def processor_flags() -> frozenset[str]:
 
 def instruction_sets() -> list[str]:
     """Those of INSTRUCTION_SETS that run on this machine, best first."""
-    return [name for name, needs in INSTRUCTION_SETS.items() if processor_flags().issuperset(needs)]
+    offered = [name for name, needs in INSTRUCTION_SETS.items() if processor_flags().issuperset(needs)]
+    return [name for name in offered if name != "amx" or tiles_granted()]
+
+
+@functools.cache
+def tiles_granted() -> bool:
+    """Ask Linux for leave to use the processor's tiles (AMX), which a process needs once."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return platform.machine() == "x86_64" and ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
+def _compiler_flag(feature: str) -> str:
+    return f"-m{feature.replace('_', '-' if feature.startswith('amx') else '')}"
 
 
 @functools.cache
@@ -124,7 +138,7 @@ def _compile(compiler: str, instruction_set: str, target: Path) -> None:
     """Compile and link next to `target`, then move into place in one step. Raises BuildError, or OSError by the folder."""
     print("compiling CPU kernels, once for this machine, ~30 s", file=sys.stderr, flush=True)
     torch_root = Path(torch.__file__).parent
-    features = [f"-m{flag.replace('_', '')}" for flag in INSTRUCTION_SETS[instruction_set]]
+    features = [_compiler_flag(feature) for feature in INSTRUCTION_SETS[instruction_set]]
     includes = [f"-I{torch_root / 'include'}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     with tempfile.TemporaryDirectory(dir=target.parent) as private:
         objects, running = [], []

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "attention_tiles.h"
 #include "matmul.h"
 
 namespace dw {
@@ -155,20 +156,24 @@ class Attention {
     int rows;
   };
 
+  static constexpr bool kTiles = kHasTiles && std::is_same_v<Mode, Bf16Mode> && sizeof(T) == 2;
+  bool tiled() const { return kTiles && head_dim % kTileDims == 0 && head_dim <= 4 * kTileDims; }
+
   int group() const { return heads / kv_heads; }
-  int parts() const { return (group() + kMostQueries - 1) / kMostQueries; }  // query blocks a row's heads take
+  int most_queries() const { return tiled() ? kTileRows : kMostQueries; }
+  int parts() const { return (group() + most_queries() - 1) / most_queries(); }  // query blocks a row's heads take
   int part() const { return (group() + parts() - 1) / parts(); }
   int rows_per_tile() const { return std::max(1, kTileQueries / group()); }
-  int rows_per_block() const { return parts() > 1 ? 1 : kMostQueries / group(); }
+  int rows_per_block() const { return parts() > 1 ? 1 : most_queries() / group(); }
   // Query slots of a tile: blocks of equal height, each of whole rows or of a part of one.
-  int height(const Tile& tile) const { return parts() > 1 ? part() : std::min(tile.rows, rows_per_block()) * group(); }
-  int blocks(const Tile& tile) const {
-    return parts() > 1 ? tile.rows * parts() : (tile.rows + rows_per_block() - 1) / rows_per_block();
-  }
+  int row_blocks(const Tile& tile) const { return (tile.rows + rows_per_block() - 1) / rows_per_block(); }
+  int rows_in_block(const Tile& tile) const { return (tile.rows + row_blocks(tile) - 1) / row_blocks(tile); }
+  int height(const Tile& tile) const { return parts() > 1 ? part() : rows_in_block(tile) * group(); }
+  int blocks(const Tile& tile) const { return row_blocks(tile) * parts(); }
   int most_slots() const { return (std::max(rows_per_tile() + rows_per_block(), 1) * parts() * part() + 15) / 16 * 16; }
   int slot(const Tile& tile, int row, int head) const {
     if (parts() > 1) return (row * parts() + head / part()) * part() + head % part();
-    return row / rows_per_block() * height(tile) + row % rows_per_block() * group() + head;
+    return row / rows_in_block(tile) * height(tile) + row % rows_in_block(tile) * group() + head;
   }
 
   // Blocks of keys that some row of the tile sees: [first, last).
@@ -184,16 +189,24 @@ class Attention {
     return int(most / kBlockKeys) + 1;
   }
 
-  // Softmax state of a tile's slots: largest score, sum of weights, weighted sum of values [slots][head_dim].
+  // Softmax state of a tile's slots: largest score, sum of weights, weighted sum of values [slots][head_dim], its channels in
+  // an order of their own until `finish`.
   struct State {
     float *largest, *total, *sum;
   };
   int64_t state_floats() const { return int64_t(most_slots()) * (head_dim + 2); }
   State state(float* memory) const { return {memory + most_slots() * head_dim, memory + most_slots() * (head_dim + 1), memory}; }
 
-  void begin(const State& s) const {
-    for (int i = 0; i < most_slots(); ++i) s.largest[i] = -INFINITY, s.total[i] = 0;
-    std::memset(s.sum, 0, sizeof(float) * most_slots() * head_dim);
+  void begin(const State& s, int slots) const {
+    for (int i = 0; i < (slots + 15) / 16 * 16; ++i) s.largest[i] = -INFINITY, s.total[i] = 0;
+    std::memset(s.sum, 0, sizeof(float) * slots * head_dim);
+  }
+
+  void finish(const State& s, int slots) const {
+#if defined(__AMX_BF16__)
+    if (tiled())
+      for (int i = 0; i < slots; ++i) in_order(s.sum + int64_t(i) * head_dim, head_dim);
+#endif
   }
 
   // Add a later block to a running state.
@@ -218,7 +231,7 @@ class Attention {
 
   // Scratch of one thread.
   struct Scratch {
-    Buffer lanes, queries, scores, weights, own, running;
+    Buffer lanes, queries, gathered, scores, weights, own, running;
   };
 
   // The tile's queries of a key head: [slots][head_dim / 2].
@@ -235,69 +248,13 @@ class Attention {
 
   // One block of keys for a tile and key head; `q` from arrange().
   void attend(const Tile& tile, int kv_head, int block, const Pair* q, const State& out, Scratch& scratch) const {
-    const int height = this->height(tile), count = blocks(tile), slots = count * height, pairs = head_dim / 2;
-    const int64_t first_page = int64_t(block) * kBlockPages;
-    const Span& span = *tile.span;
-    const bool tree = span.visible != nullptr;
-    // pages [low, high) of the block are read by all rows, a tree's later ones by each row for itself
-    int64_t most = 0, least = INT64_MAX;
-    for (int r = 0; r < tile.rows; ++r) {
-      most = std::max(most, paths->position(tile.first + r));
-      least = std::min(least, paths->position(tile.first + r));
-    }
-    int64_t end = most / kPage + 1;
-    if (tree) end = std::min(end, span.committed / kPage);
-    const int high = int(std::clamp<int64_t>(end - first_page, 0, kBlockPages));
-    const int64_t seen_from = window ? std::max<int64_t>(0, least - window + 1) / kPage : 0;
-    const int low = int(std::clamp<int64_t>(seen_from - first_page, 0, high));
-
+    const int slots = blocks(tile) * height(tile);
+    const Pages pages(*this, tile, kv_head, block);
     F* scores = scratch.scores.template of<F>(int64_t(slots) * kBlockPages);
-    const int64_t tail_bytes = int64_t(pairs) * kBlockPages * kLaneBytes;
-    uint8_t* lanes = scratch.lanes.template of<uint8_t>(2 * tail_bytes);
-    const T* keys = this->keys + kv_head * pool_rows * head_dim;
-    const T* values = this->values + kv_head * pool_rows * head_dim;
-    const T* rows[kPage];
-    const int64_t whole_pages = (span.committed + span.staged) / kPage;
-
-    const auto shared_rows = [&](const T* from, int page) {
-      const T* first = from + span.pages[first_page + page] * kPage * head_dim;
-      for (int j = 0; j < kPage; ++j) rows[j] = first + int64_t(j) * head_dim;
-      const int64_t later = first_page + page + 2;
-      if (later < whole_pages) fetch((const uint8_t*)(from + span.pages[later] * kPage * head_dim), kPage * head_dim * int(sizeof(T)));
-    };
-    // rows of a tree node's own page; where it has none, its first, which the mask hides
-    const auto own_rows = [&](const T* from, int64_t row, int page) {
-      const std::vector<int64_t>& tail = paths->tail(row);
-      const int64_t base = (first_page + page) * kPage - span.committed / kPage * kPage;
-      for (int j = 0; j < kPage; ++j) {
-        const int64_t at = base + j < int64_t(tail.size()) ? base + j : 0;
-        rows[j] = from + tail[at] * head_dim;
-      }
-    };
-    const auto own_pages = [&](int64_t row, auto f) {  // a tree row's pages in this block beyond the shared ones
-      const int from = int(std::clamp<int64_t>(span.committed / kPage - first_page, 0, kBlockPages));
-      const int to = int(std::clamp<int64_t>(paths->position(row) / kPage + 1 - first_page, 0, kBlockPages));
-      if (from < to) f(from, to);
-    };
-
-    // scores
-    for (int page = low; page < high; ++page) {
-      shared_rows(keys, page);
-      turn_keys(rows, lanes + page * pairs * kLaneBytes);
-    }
-    for (int b = 0; b < count; ++b)
-      score(q + int64_t(b) * height * pairs, height, lanes, low, high, scores + int64_t(b) * height * kBlockPages);
-    if (tree)
-      for (int r = 0; r < tile.rows; ++r)
-        own_pages(tile.first + r, [&](int from, int to) {
-          for (int page = from; page < to; ++page) {
-            own_rows(keys, tile.first + r, page);
-            turn_keys(rows, lanes + tail_bytes + page * pairs * kLaneBytes);
-          }
-          for_parts(tile, r, [&](int s, int size) {
-            score(q + int64_t(s) * pairs, size, lanes + tail_bytes, from, to, scores + int64_t(s) * kBlockPages);
-          });
-        });
+    if (tiled())
+      score_in_tiles(tile, pages, q, scores, scratch);
+    else
+      score_in_lanes(tile, pages, q, scores, scratch);
 
     // weights: [slots][pairs of keys]
     Pair* weights = scratch.weights.template of<Pair>(int64_t(slots) * kBlockKeys / 2);
@@ -306,36 +263,229 @@ class Attention {
     for (int r = 0; r < tile.rows; ++r)
       for (int g = 0; g < group(); ++g) {
         const int s = slot(tile, r, g);
-        weigh(paths->position(tile.first + r), first_page, scores + int64_t(s) * kBlockPages, out.largest[s], out.total[s],
+        weigh(paths->position(tile.first + r), pages.first, scores + int64_t(s) * kBlockPages, out.largest[s], out.total[s],
               weights + int64_t(s) * kBlockKeys / 2);
       }
 
-    // values: [pairs of keys][head_dim / 16]
-    const int64_t page_bytes = int64_t(kPage / 2) * (head_dim / 16) * kLaneBytes;
-    for (int page = low; page < high; ++page) {
-      shared_rows(values, page);
-      pair_values(rows, kPage, lanes + page * page_bytes);
-    }
     std::memset(out.sum, 0, sizeof(float) * slots * head_dim);
-    for (int b = 0; b < count; ++b)
-      add_values(weights + int64_t(b) * height * kBlockKeys / 2, height, lanes, low, high, out.sum + int64_t(b) * height * head_dim);
-    if (tree)
-      for (int r = 0; r < tile.rows; ++r)
-        own_pages(tile.first + r, [&](int from, int to) {
-          for (int page = from; page < to; ++page) {
-            own_rows(values, tile.first + r, page);
-            pair_values(rows, kPage, lanes + tail_bytes + page * page_bytes);
-          }
-          for_parts(tile, r, [&](int s, int size) {
-            add_values(weights + int64_t(s) * kBlockKeys / 2, size, lanes + tail_bytes, from, to, out.sum + int64_t(s) * head_dim);
-          });
-        });
+    if (tiled())
+      add_in_tiles(tile, pages, weights, out.sum);
+    else
+      add_in_lanes(tile, pages, weights, out.sum, scratch);
   }
 
  private:
+  // A block's pages: [low, high) of them are read by all rows, a tree's later ones by each row for itself.
+  struct Pages {
+    const Attention& attention;
+    const Span& span;
+    const T *keys, *values;
+    int64_t first, count;  // the block's first page, and the span's pages that are full
+    int low, high;
+
+    Pages(const Attention& a, const Tile& tile, int kv_head, int block)
+        : attention(a),
+          span(*tile.span),
+          keys(a.keys + kv_head * a.pool_rows * a.head_dim),
+          values(a.values + kv_head * a.pool_rows * a.head_dim),
+          first(int64_t(block) * kBlockPages),
+          count((span.committed + span.staged) / kPage) {
+      int64_t most = 0, least = INT64_MAX;
+      for (int r = 0; r < tile.rows; ++r) {
+        most = std::max(most, a.paths->position(tile.first + r));
+        least = std::min(least, a.paths->position(tile.first + r));
+      }
+      int64_t end = most / kPage + 1;
+      if (tree()) end = std::min(end, span.committed / kPage);
+      high = int(std::clamp<int64_t>(end - first, 0, kBlockPages));
+      const int64_t seen_from = a.window ? std::max<int64_t>(0, least - a.window + 1) / kPage : 0;
+      low = int(std::clamp<int64_t>(seen_from - first, 0, high));
+    }
+
+    bool tree() const { return span.visible != nullptr; }
+    const T* at(const T* from, int page) const { return from + span.pages[first + page] * kPage * attention.head_dim; }
+    // A page that is read soon.
+    void fetch(const T* from, int64_t page) const {
+      if (first + page < count)
+        dw::fetch((const uint8_t*)(from + span.pages[first + page] * kPage * attention.head_dim),
+                  kPage * attention.head_dim * int(sizeof(T)));
+    }
+    // Where a shared page's rows are.
+    void rows(const T* from, int page, const T* (&rows)[kPage]) const {
+      for (int j = 0; j < kPage; ++j) rows[j] = at(from, page) + int64_t(j) * attention.head_dim;
+    }
+    // Those of a tree node's own page; where it has none, its first, which the mask hides.
+    void own_rows(const T* from, int64_t row, int page, const T* (&rows)[kPage]) const {
+      const std::vector<int64_t>& tail = attention.paths->tail(row);
+      const int64_t base = (first + page) * kPage - span.committed / kPage * kPage;
+      for (int j = 0; j < kPage; ++j) {
+        const int64_t at = base + j < int64_t(tail.size()) ? base + j : 0;
+        rows[j] = from + tail[at] * attention.head_dim;
+      }
+    }
+    // f(from, to): a tree row's pages in this block beyond the shared ones.
+    template <class Function>
+    void own(int64_t row, Function f) const {
+      const int from = int(std::clamp<int64_t>(span.committed / kPage - first, 0, kBlockPages));
+      const int to = int(std::clamp<int64_t>(attention.paths->position(row) / kPage + 1 - first, 0, kBlockPages));
+      if (tree() && from < to) f(from, to);
+    }
+  };
+
+  void score_in_lanes(const Tile& tile, const Pages& pages, const Pair* q, F* scores, Scratch& scratch) const {
+    const int height = this->height(tile), pairs = head_dim / 2;
+    const int64_t tail_bytes = int64_t(pairs) * kBlockPages * kLaneBytes;
+    uint8_t* lanes = scratch.lanes.template of<uint8_t>(2 * tail_bytes);
+    const T* rows[kPage];
+    for (int page = pages.low; page < pages.high; ++page) {
+      pages.fetch(pages.keys, page + 2);
+      pages.rows(pages.keys, page, rows);
+      turn_keys(rows, lanes + page * pairs * kLaneBytes);
+    }
+    for (int b = 0; b < blocks(tile); ++b)
+      score(q + int64_t(b) * height * pairs, height, lanes, pages.low, pages.high, scores + int64_t(b) * height * kBlockPages);
+    for (int r = 0; r < tile.rows; ++r)
+      pages.own(tile.first + r, [&](int from, int to) {
+        for (int page = from; page < to; ++page) {
+          pages.own_rows(pages.keys, tile.first + r, page, rows);
+          turn_keys(rows, lanes + tail_bytes + page * pairs * kLaneBytes);
+        }
+        for_parts(tile, r, [&](int s, int size) {
+          score(q + int64_t(s) * pairs, size, lanes + tail_bytes, from, to, scores + int64_t(s) * kBlockPages);
+        });
+      });
+  }
+
+  // values: [pairs of keys][head_dim / 16]
+  void add_in_lanes(const Tile& tile, const Pages& pages, const Pair* weights, float* sums, Scratch& scratch) const {
+    const int height = this->height(tile);
+    const int64_t page_bytes = int64_t(kPage / 2) * (head_dim / 16) * kLaneBytes, tail_bytes = page_bytes * kBlockPages;
+    uint8_t* lanes = scratch.lanes.template of<uint8_t>(2 * tail_bytes);
+    const T* rows[kPage];
+    for (int page = pages.low; page < pages.high; ++page) {
+      pages.fetch(pages.values, page + 2);
+      pages.rows(pages.values, page, rows);
+      pair_values(rows, kPage, lanes + page * page_bytes);
+    }
+    for (int b = 0; b < blocks(tile); ++b)
+      add_values(weights + int64_t(b) * height * kBlockKeys / 2, height, lanes, pages.low, pages.high,
+                 sums + int64_t(b) * height * head_dim);
+    for (int r = 0; r < tile.rows; ++r)
+      pages.own(tile.first + r, [&](int from, int to) {
+        for (int page = from; page < to; ++page) {
+          pages.own_rows(pages.values, tile.first + r, page, rows);
+          pair_values(rows, kPage, lanes + tail_bytes + page * page_bytes);
+        }
+        for_parts(tile, r, [&](int s, int size) {
+          add_values(weights + int64_t(s) * kBlockKeys / 2, size, lanes + tail_bytes, from, to, sums + int64_t(s) * head_dim);
+        });
+      });
+  }
+
+  void score_in_tiles(const Tile& tile, const Pages& pages, const Pair* q, F* scores, Scratch& scratch) const {
+#if defined(__AMX_BF16__)
+    if constexpr (kTiles) {
+      const int height = this->height(tile), steps = head_dim / kTileDims, key_bytes = head_dim * int(sizeof(T));
+      const int64_t block_pairs = int64_t(height) * head_dim / 2, block_bytes = int64_t(head_dim / 2) * kLaneBytes;
+      uint8_t* turned = scratch.lanes.template of<uint8_t>(blocks(tile) * block_bytes);
+      for (int b = 0; b < blocks(tile); ++b) turn_queries(q + b * block_pairs, height, turned + b * block_bytes);
+      alignas(64) float products[2][kPage * kTileRows + kTileRows];  // four slots are read where there are fewer
+      const auto turn = [&](int page, int first, int size, int in_block) {
+        for (int i = 0; i < size; i += 4) {
+          F four[4];
+          turn_slots(products[page % 2] + in_block + i, four);
+          for (int j = 0; j < std::min(4, size - i); ++j)
+            scores[int64_t(first + i + j) * kBlockPages + page] = four[j] * splat(scale);
+        }
+      };
+      const Tiles tiles = Tiles::for_scores();
+      for (int b = 0; b < blocks(tile) && pages.low < pages.high; ++b) {
+        load_queries(turned + b * block_bytes, steps);
+        for (int page = pages.low; page < pages.high; ++page) {
+          if (b == 0) pages.fetch(pages.values, page);
+          key_products(pages.at(pages.keys, page), key_bytes, steps, products[page % 2]);
+          if (page > pages.low) turn(page - 1, b * height, height, 0);
+        }
+        turn(pages.high - 1, b * height, height, 0);
+      }
+      T* gathered = scratch.gathered.template of<T>(kPage * head_dim);
+      const T* rows[kPage];
+      for (int r = 0; r < tile.rows; ++r)
+        pages.own(tile.first + r, [&](int from, int to) {
+          for (int page = from; page < to; ++page) {
+            pages.own_rows(pages.keys, tile.first + r, page, rows);
+            for (int j = 0; j < kPage; ++j) std::memcpy(gathered + j * head_dim, rows[j], key_bytes);
+            for_parts(tile, r, [&](int s, int size) {
+              load_queries(turned + s / height * block_bytes, steps);
+              key_products(gathered, key_bytes, steps, products[page % 2]);
+              turn(page, s, size, s % height);
+            });
+          }
+        });
+    }
+#endif
+  }
+
+  void add_in_tiles(const Tile& tile, const Pages& pages, const Pair* weights, float* sums) const {
+#if defined(__AMX_BF16__)
+    if constexpr (kTiles) {
+      const int height = this->height(tile), count = blocks(tile);
+      const int64_t weight_bytes = 2 * kBlockKeys, weights_on = height * weight_bytes, sums_on = int64_t(height) * head_dim * 4;
+      const T* rows[kPage];
+      // two blocks in 32 channels at a time, or one in 64 where there are as many
+      const auto add = [&](auto rows_of, int from, int to, int first, bool two) {
+        const void* by = weights + int64_t(first) * kBlockKeys / 2;
+        float* here = sums + int64_t(first) * head_dim;
+        for (int channel = 0; channel < head_dim;) {
+          if (two) {
+            value_products<2, 2>(rows_of, from, to, channel, head_dim, by, weight_bytes, weights_on, here, sums_on);
+            channel += 32;
+          } else if (channel + 64 <= head_dim) {
+            value_products<4, 1>(rows_of, from, to, channel, head_dim, by, weight_bytes, 0, here, 0);
+            channel += 64;
+          } else {
+            value_products<2, 1>(rows_of, from, to, channel, head_dim, by, weight_bytes, 0, here, 0);
+            channel += 32;
+          }
+        }
+      };
+      {
+        const Tiles tiles = Tiles::for_values(height);
+        const auto shared = [&](int page) {
+          pages.fetch(pages.keys, kBlockPages + page);
+          pages.rows(pages.values, page, rows);
+          return rows;
+        };
+        for (int b = 0; b < count; b += 2) add(shared, pages.low, pages.high, b * height, b + 1 < count);
+      }
+      for (int r = 0; r < tile.rows; ++r)
+        pages.own(tile.first + r, [&](int from, int to) {
+          const auto own = [&](int page) {
+            pages.own_rows(pages.values, tile.first + r, page, rows);
+            return rows;
+          };
+          for_parts(tile, r, [&](int s, int size) {
+            const Tiles tiles = Tiles::for_values(size);
+            add(own, from, to, s, false);
+          });
+        });
+    }
+#endif
+  }
+
   template <class Function>
   void for_parts(const Tile& tile, int row, Function f) const {
     for (int g = 0; g < group(); g += part()) f(slot(tile, row, g), std::min(part(), group() - g));
+  }
+
+  // A block's queries as [head_dim / 2] lane vectors, one slot a lane; what is beyond the last slot is 0.
+  void turn_queries(const Pair* q, int size, uint8_t* to) const {
+    static constexpr uint32_t kNone[kPage] = {};
+    const uint32_t* rows[kTileRows];
+    for (int p = 0; p < head_dim / 2; p += 16) {
+      for (int i = 0; i < kTileRows; ++i) rows[i] = i < size ? (const uint32_t*)q + i * (head_dim / 2) + p : kNone;
+      transpose16(rows, 0, to + p * kLaneBytes, kLaneBytes);
+    }
   }
 
   // A page of 16 key rows as [head_dim / 2] lane vectors, one key a lane.

@@ -271,7 +271,7 @@ class Decoder {
     if (!split_) {
       const auto* queries = attention.arrange(tile, kv_head, worker.attention);
       const auto own = attention.state(worker.state.template of<float>(attention.state_floats()));
-      attention.begin(running);
+      attention.begin(running, slots);
       for (int block = first; block < last; ++block) {
         attention.attend(tile, kv_head, block, queries, own, worker.attention);
         attention.merge(running, own, slots);
@@ -282,9 +282,10 @@ class Decoder {
       if (block >= first && block < last)
         attention.attend(tile, kv_head, block, attention.arrange(tile, kv_head, worker.attention), part(block), worker.attention);
       if (finished_[unit].fetch_add(1, std::memory_order_acq_rel) + 1 != count * (before + 1)) return;
-      attention.begin(running);
+      attention.begin(running, slots);
       for (int b = first; b < last; ++b) attention.merge(running, part(b), slots);
     }
+    attention.finish(running, slots);
     for (int r = 0; r < tile.rows; ++r)
       for (int g = 0; g < attention.group(); ++g) {
         const int slot = attention.slot(tile, r, g);
