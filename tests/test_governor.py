@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from draftwise.drafters.base import Drafter
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.trees import Trees
 from draftwise.engine.engine import Engine
+from draftwise.engine.experience import Experience
 from draftwise.engine.governor import Choice, Governor, Load
 from draftwise.engine.passes import CostTable, PassTimes
 from draftwise.sequence import Sequence
@@ -320,6 +322,25 @@ def test_what_asking_takes_beside_the_drafter_is_found_by_going_without(beside, 
         governor.passed(Load(1, 1), 1, 1.0, 1, 0.0, 0.0)
         governor.passed(Load(1, 1), 2, GENTLE(2) + beside / 2, 2, 0.05, beside / 2)
     assert (asked(governor, Unseen(0.05), running()) > 0) == asks
+
+
+@pytest.mark.parametrize(("slower", "asks"), [(1.0, True), (2.0, False)])
+def test_a_drafter_that_takes_longer_than_it_says_is_charged_for_it(slower, asks):
+    made, target, (drafter,) = simulated(lambda said, depth: 0.6, GENTLE, seconds=0.3)
+    drafter.seconds_per_depth = lambda batch: 0.3
+    drafter.seconds = 0.3 * slower
+    made.generate(requests(1, 600))
+    late = len(drafter.asked)
+    made.generate(requests(1, 600))
+    assert (len(drafter.asked) - late > 150) == asks
+    assert target.clock.now < (1.0 if asks else 1.1) * 1200
+
+
+def test_a_drafter_that_is_never_worth_it_is_thought_of_less_and_less():
+    made, _, _ = simulated(lambda said, depth: 0.0, GENTLE, seconds=0.3)
+    with mock.patch.object(Experience, "outlook", autospec=True, side_effect=Experience.outlook) as thought:
+        (result,) = made.generate(requests(1, 600))
+    assert 20 < thought.call_count < 0.2 * result.stats.steps
 
 
 def test_now_and_then_a_step_goes_without_a_drafter_that_is_always_asked():

@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 import draftwise as dw
 from draftwise.cli import main
 from draftwise.train import draft_kinds, find_kind, parse_kind_options
-from draftwise.train.batches import Place, Shots, endless, epoch_batches, is_held_out
+from draftwise.train.batches import Place, Shots, endless, epoch_batches, is_held_out, spread
 from draftwise.train.capture import capture, collate
 from draftwise.train.card import model_card
 from draftwise.train.data import Answer, Corpus, make_answers, user_turn
 from draftwise.train.lesson import distributions, match, rounded
 from draftwise.train.loop import CHECKPOINT, LOG, Plan, train
 from draftwise.train.optimizer import schedule
+from draftwise.train.rows import Rows
 from draftwise.types import Feed
 from tiny import tiny_checkpoint
 
@@ -241,6 +242,30 @@ def test_training_learns_and_the_served_draft_gains(target, tmp_path, kind):
     assert losses[-1] < 0.7 * losses[0]
     assert served[-1]["served"][0] > 1.3
     assert told[-1]["phase"] == "done"
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_a_draft_begins_with_a_mixture_that_foretells_the_next_hidden_state(llm, tmp_path, kind):
+    """Nearer than no state at all, which is as near as an arbitrary mixture comes."""
+    corpus, module = answered(llm, tmp_path / "answers.jsonl", 12), find_kind(kind)
+    lesson = module.build(module.Options(), llm.target, corpus)
+    shots = capture(llm.target, spread(corpus.answers, 64), lesson.taps, most_tokens=128, dtype=torch.float32)
+    batch = collate(shots, llm.target.model.device)
+    mixture = lesson.network.fc if kind == "eagle" else lesson.network.chain[0].eh_proj
+    rows, mixed = Rows.of(batch), []
+    mixture.register_forward_hook(lambda _, given, made: mixed.append(made))
+    scale = 1.0 if kind == "eagle" else lesson.final_scale
+
+    def missed() -> float:
+        mixed.clear()
+        next(iter(lesson.unroll(batch)))
+        return float((scale * mixed[0][:, rows.first :][rows.learns_BA] - wanted).square().mean())
+
+    with torch.no_grad():
+        wanted = rows.following(batch.features["final_norm"])
+        assert missed() < 0.7 * wanted.square().mean()
+        mixture.weight.copy_(mixture.weight[torch.randperm(len(mixture.weight))])
+        assert missed() > wanted.square().mean()
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

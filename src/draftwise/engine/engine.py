@@ -145,7 +145,7 @@ class Engine:
                 events.append(event)
         if decoding:
             emitted = sum(len(event.tokens) for event in events)
-            rest = self._clock() - began - seconds - self._proposals.took
+            rest = self._clock() - began - seconds - self._proposals.foreseen
             self.governor.passed(load, len(batch), seconds, emitted, self._proposals.seconds, rest)
         return events
 

@@ -21,6 +21,7 @@ from draftwise.drafters.base import Drafter
 from draftwise.engine.experience import Experience
 from draftwise.engine.merge import Merged, Offer, merge, weighed
 from draftwise.engine.passes import FLAT, CostTable, PassTimes
+from draftwise.engine.uses import Rest, Use
 from draftwise.sequence import Sequence
 from draftwise.types import Draft, Limit
 
@@ -73,21 +74,6 @@ class Choice:
         return found
 
 
-@dataclass(slots=True)
-class _Use:
-    """A request's use of a drafter: the steps since it was asked, and whether its last draft began right.
-
-    resting: steps in which one that costs is not thought of, since it was not worth it where nothing else was offered.
-    profit: what a free one brought of late, in tokens a draft, less its time and its rows. vain: drafts since that was well.
-    """
-
-    idle: int = 0
-    curious: bool = False
-    resting: int = 0
-    profit: float = 0.1
-    vain: int = 0
-
-
 class Governor:
     """Chooses drafters and sizes request by request, and learns from what came of them.
 
@@ -97,20 +83,20 @@ class Governor:
     """
 
     PROBE_SHARE, PROBE_EVERY, PROBES = 0.01, 4, 8  # of the time; steps at least; that may be saved up, as they are at first
-    REST = 3  # steps in which a drafter is not thought of that was not worth its cost, since thinking takes time too
+    REST, LONGEST_REST = 3, 12  # steps in which a drafter is not thought of that was not worth it: thinking takes time too
     VAIN, LONGEST = 4, 5  # so many free drafts in vain lengthen the pause before the next by a step; steps of it at most
     TOLERATED = 0.02  # tokens a draft that a free drafter may lose, since asking is how it finds what to gain
     RECENT = 0.1  # share of a free draft in what its drafter brought of late
     MODEST = 0.8  # share of a row's price: the first rows cost less than the rest, and a drafter may promise too little
     ASKING = 5e-4  # seconds that asking is taken to cost beside the drafter's own, until that was measured
     STRAIGHT, STRAIGHTEST = 8, 64  # passes with asking after which one goes without, to tell what asking costs: at first, later
-    MARGIN = 0.01  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
+    MARGIN = 0.03  # that a drafter must promise beyond its cost to be taken up, and fall short by to be dropped
 
     def __init__(self, cost: CostTable = FLAT, *, most_rows: int = 64) -> None:
         self.times, self.most_rows = PassTimes(cost), most_rows
         self._experience = Experience()
         self._speed = Rates(weight=8.0, forget=0.99)
-        self._uses: dict[int, dict[int, _Use]] = {}  # by request and drafter
+        self._uses: dict[int, dict[int, Use]] = {}  # by request and drafter
         self._asked = Rates(weight=32.0, forget=0.995)  # share of steps in which drafters that cost are asked, of all requests
         self._free = defaultdict[int, Pace](Pace)  # seconds that free drafters take for a draft
         self._beside = Rates(weight=3.0, forget=0.98)  # what steps take beyond a pass of their size and drafts, in such passes
@@ -132,7 +118,8 @@ class Governor:
         if all(self._rests(place, choice) for choice in choices):
             for choice in choices:
                 use = self._use(place, choice.seq)
-                use.resting, use.idle = use.resting - 1, use.idle + 1
+                rest = use.rests[bool(choice.drafts)]
+                rest.left, use.idle = rest.left - 1, use.idle + 1
                 self._asked.learn(place, 0.0)
                 self._experience.passed_over(place, choice.seq)
             return [choice.limit._replace(depth=0) for choice in choices]
@@ -157,14 +144,17 @@ class Governor:
             if gain > most:
                 depth, most = deeper, gain
         depths = [given or _best(bid.gains[: depth + 1]) for given, bid in zip(depths, bids, strict=True)]
-        if not any(depths):
+        pays = any(depths)
+        if not pays:
             self._try(place, drafter, choices, limits, depths)
         for choice, depth in zip(choices, depths, strict=True):
             use = self._use(place, choice.seq)
             use.idle = 0 if depth else use.idle + 1
+            if depth and pays:
+                use.rests = Rest(), Rest()
             self._asked.learn(place, float(depth > 0))
             if not depth:
-                use.resting = 0 if choice.drafts else self.REST
+                use.rests[bool(choice.drafts)].lengthen(self.REST, self.LONGEST_REST)
                 self._experience.passed_over(place, choice.seq)
         shared = worth * seconds / max(sum(map(bool, depths)), 1)
         return [
@@ -175,7 +165,7 @@ class Governor:
     def _rests(self, place: int, choice: Choice) -> bool:
         """True where a drafter that costs need not be thought of in this step."""
         use = self._use(place, choice.seq)
-        return choice.auto and use.resting > 0 and not use.curious and not choice.drafts
+        return choice.auto and not use.curious and use.rests[bool(choice.drafts)].left > 0
 
     def _invite(self, place: int, drafter: Drafter, choices: Seq[Choice], load: Load) -> list[Limit]:
         """What a free drafter may offer: all that may turn out to be worth its row."""
@@ -329,7 +319,7 @@ class Governor:
         """A free drafter that was asked had nothing to offer."""
         self._earned(place, self._use(place, choice.seq), 0.0)
 
-    def _earned(self, place: int, use: _Use, brought: float) -> None:
+    def _earned(self, place: int, use: Use, brought: float) -> None:
         net = brought - self._free[place].seconds * self._worth(ALONE)
         use.profit += self.RECENT * (net - use.profit)
         use.idle, use.vain = 0, 0 if use.profit > -self.TOLERATED else use.vain + 1
@@ -338,7 +328,7 @@ class Governor:
         """Take in a pass of decoding requests alone.
 
         drafting: the seconds that its drafts should have taken, 0 where none was asked for that costs. rest: those of the step
-        that neither the pass nor a draft took.
+        beyond its pass and what its drafts should have taken.
         """
         asked, expected = drafting > 0, self.times(rows)
         kind = _ASKED if asked else _FREE if rows > load.rows else _PLAIN
@@ -375,8 +365,8 @@ class Governor:
         without = self._beside.rate((what, instead), plain)
         return self._beside.rate((what, _ASKED), plain + guess) - without
 
-    def _use(self, place: int, seq: Sequence) -> _Use:
-        return self._uses.setdefault(seq.id, {}).setdefault(place, _Use())
+    def _use(self, place: int, seq: Sequence) -> Use:
+        return self._uses.setdefault(seq.id, {}).setdefault(place, Use())
 
     def _worth(self, load: Load) -> float:
         """Tokens that a second is worth."""

@@ -26,14 +26,14 @@ class Proposals:
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
         self.seconds = 0.0
         """What the drafts of this step should have taken, but for catching up."""
-        self.took = 0.0
-        """What those that cost did take."""
+        self.foreseen = 0.0
+        """The same with catching up: what is taken beyond it, in drafting or around it, is what asking costs."""
         self._rounds: dict[int, Choice] = {}
 
     def propose(self, asking: Seq[tuple[Sequence, Limit]], load: Load) -> dict[int, Draft]:
         """A draft for each request by its id, within its limit; `load` is what the pass holds without them."""
         choices = [Choice(seq, limit) for seq, limit in asking]
-        self._rounds, self.seconds, self.took = {choice.seq.id: choice for choice in choices}, 0.0, 0.0
+        self._rounds, self.seconds, self.foreseen = {choice.seq.id: choice for choice in choices}, 0.0, 0.0
         if not choices:
             return {}
         for place in self._order:
@@ -42,16 +42,19 @@ class Proposals:
             asked = [(choice, limit) for choice, limit in zip(choices, wanted, strict=True) if limit.depth > 0]
             if not asked:
                 continue
+            late = sum(drafter.seconds_to_catch_up(choice.seq) for choice, _ in asked)
             started = self._clock()
             drafts = drafter.propose([choice.seq for choice, _ in asked], [limit for _, limit in asked])
             took = self._clock() - started
             if drafter.free:
                 self.governor.took(place, took / len(asked))
-            else:
-                self.took += took
-            if seconds := drafter.seconds_per_depth(len(asked)):
+            elif seconds := drafter.seconds_per_depth(len(asked)):
                 depth = max(max(draft.depths(), default=0) for draft in drafts)
-                self.seconds += drafter.seconds_to_begin(len(asked)) + seconds * depth
+                expected = drafter.seconds_to_begin(len(asked)) + seconds * depth
+                self.seconds += expected
+                self.foreseen += max(expected + late, took - expected)  # a surprise counts for no more than the draft
+            else:
+                self.foreseen += took  # nothing is known of it yet
             for (choice, limit), draft in zip(asked, drafts, strict=True):
                 if drafter.free and not draft.tokens:
                     self.governor.came_empty(place, choice)
