@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("tests/test_kernels.py", "tests/test_noise.py", "tests/test_rows.py")
+TESTS = ("tests/test_kernels.py", "tests/test_noise.py", "tests/test_rows.py", "tests/test_chain.py")
 BUILDS = "builds or cache_that or compiler or optimised or written"  # of the compiling itself, and of other sets
-CASES = f"(test_kernels or test_the_compiled or (test_rows and compiled and (llama or qwen3))) and not ({BUILDS})"
+CASES = f"(test_kernels or test_chain or test_the_compiled or (test_rows and compiled and (llama or qwen3))) and not ({BUILDS})"
 FLAGS = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 
 

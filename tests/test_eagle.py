@@ -76,13 +76,13 @@ def test_training_and_serving_compute_the_same(target, corpus, tmp_path, kind, o
     compared = 0
     for place, (answer, shot) in enumerate(zip(corpus.answers, shots, strict=True)):
         text = [*answer.prompt, *answer.tokens]
-        features = torch.cat([shot.features[tap] for tap in runner.taps], -1)
+        features = [shot.features[tap] for tap in runner.taps]
         for begin in range(len(answer.tokens) - 2):
             read = len(answer.prompt) + begin  # rows of text with true features
             cache = runner.new_cache(256)
             slot = cache.alloc()
             rows = cache.pack([Feed.chain(slot, text[1 : read + 1])])
-            handed = runner.read(rows, cache, torch.zeros(1, runner.width), features[:read])[-1:]
+            handed = runner.read(rows, cache, torch.zeros(1, runner.width), [tap_TE[:read] for tap_TE in features])[-1:]
             cache.commit(slot, range(read))
             column = steps[0].shape[1] - (len(answer.tokens) - 1) + begin
             for depth in range(3):

@@ -61,7 +61,7 @@ def drafted(network: EagleNetwork, llm, *, compiled: bool = False) -> torch.Tens
     """Logits of a chain of four after five rows of made-up features."""
     runner = EagleRunner(network, llm.target.model, vocab=300, kind=WeightKind(torch.float32, compiled=compiled))
     torch.manual_seed(4)
-    features = torch.randn(5, 64 * len(network.shape.taps))
+    features = torch.randn(5, 64 * len(network.shape.taps)).split(64, -1)
     cache = runner.new_cache(64)
     slot = cache.alloc()
     handed = runner.read(cache.pack([Feed.chain(slot, [5, 6, 7, 8, 9])]), cache, torch.zeros(1, 64), features)[-1:]
@@ -98,9 +98,10 @@ def test_rows_that_are_skimmed_leave_the_cache_as_if_they_were_read(llm, kind):
         cache = runner.new_cache(64)
         slot = cache.alloc()
         if skimmed:
-            runner.skim(cache.pack([Feed.chain(slot, range(5, 5 + skimmed))]), cache, features[:skimmed])
+            runner.skim(cache.pack([Feed.chain(slot, range(5, 5 + skimmed))]), cache, features[:skimmed].split(64, -1))
             cache.commit(slot, range(skimmed))
-        handed = runner.read(cache.pack([Feed.chain(slot, range(5 + skimmed, 45))]), cache, [None], features[skimmed:])[-1:]
+        rest = cache.pack([Feed.chain(slot, range(5 + skimmed, 45))])
+        handed = runner.read(rest, cache, [None], features[skimmed:].split(64, -1))[-1:]
         cache.commit(slot, range(40 - skimmed))
         below = runner.draft(cache.pack([Feed.chain(slot, [9])]), cache, handed, 1)
         found.append(torch.cat([handed, below, runner.logits(below)], -1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import re
 import threading
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftwise import kernels
-from draftwise.kernels import loader, reference
-from draftwise.kernels.packed import memory
+from draftwise.kernels import chain, decoder, loader, reference
+from draftwise.kernels.packed import WeightsStruct, memory
 from libraries import OTHERS
 
 SHAPES = [(48, 576), (50, 96), (33, 272), (17, 40), (130, 1536)]
@@ -257,3 +258,12 @@ def test_a_compiler_that_fails_is_quoted(empty_cache):
     with pytest.raises(loader.BuildError, match="too old"):
         loader.load("portable")
     assert not list(empty_cache.rglob("*.so"))
+
+
+def test_structs_are_laid_out_alike_on_both_sides():
+    lib = loader.library()
+    assert lib is not None
+    for name, struct in {"weights": WeightsStruct, "pass": decoder._Pass, "chain": chain._Chain}.items():
+        size = getattr(lib, f"draftwise_sizeof_{name}")
+        size.restype = ctypes.c_int64
+        assert size() == ctypes.sizeof(struct), name

@@ -76,7 +76,7 @@ def test_training_and_serving_compute_the_same(target, corpus, tmp_path, modules
             for start, stop in ((0, 1), (1, read // 2), (read // 2, read)):
                 if start < stop:
                     rows = cache.pack([Feed.chain(slot, text[start + 1 : stop + 1])])
-                    handed = runner.read(rows, cache, handed, features[start:stop])[-1:]
+                    handed = runner.read(rows, cache, handed, (features[start:stop],))[-1:]
                     cache.commit(slot, range(stop - start))
             for depth in range(steps):
                 if read + depth > len(text) - 2:
@@ -147,7 +147,7 @@ def test_accepted_tokens_leave_every_module_s_rows_as_if_read_at_once(llm, draft
         features = model.forward(cache.pack([Feed.chain(cache.alloc(), text[:-1])]), cache, ("final_norm",)).taps["final_norm"]
         fresh = runner.new_cache(128)
         slot = fresh.alloc()
-        whole = runner.read(fresh.pack([Feed.chain(slot, text[1:])]), fresh, torch.zeros(1, runner.width), features)
+        whole = runner.read(fresh.pack([Feed.chain(slot, text[1:])]), fresh, torch.zeros(1, runner.width), (features,))
         fresh.commit(slot, range(len(text) - 1))
         state = drafter._states[identity]
         assert drafter.cache.length(state.slot) == len(text) - 1

@@ -173,7 +173,7 @@ def test_a_published_module_drafts_what_plain_torch_says(folder, plain, kernels)
     slot, handed = cache.alloc(), torch.zeros(1, runner.width)
     for start, stop in ((0, 1), (1, 9), (9, 24)):
         rows = cache.pack([Feed.chain(slot, text[start + 1 : stop + 1])])
-        handed = runner.read(rows, cache, handed, features[start:stop])[-1:]
+        handed = runner.read(rows, cache, handed, (features[start:stop],))[-1:]
         cache.commit(slot, range(stop - start))
     found = [runner.logits(handed)]
     for depth, token in enumerate(after, 1):

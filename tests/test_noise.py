@@ -110,7 +110,7 @@ def test_the_compiled_draw_from_logits_is_the_one_from_their_weights(library: Ca
     assert lib is not None
     random_V = torch.Generator().manual_seed(0)
     for trial in range(300):
-        logits_V = torch.randn((1, 3, 255, 256, 257, 5000)[trial % 6], generator=random_V) * (0.1, 3.0, 30.0)[trial % 3]
+        logits_V = torch.randn((1, 3, 255, 256, 257, 5000, 20_000)[trial % 7], generator=random_V) * (0.1, 3.0, 30.0)[trial % 3]
         logits_V[torch.rand(len(logits_V), generator=random_V) < 0.2] = -math.inf
         logits_V[trial % len(logits_V)] = 1.0
         temperature = (0.3, 1.0, 2.0)[trial % 3]
@@ -123,6 +123,31 @@ def test_the_compiled_draw_from_logits_is_the_one_from_their_weights(library: Ca
     assert kernels.draw(torch.tensor([1.0, 3.0, 3.0]), 0.0, 0, lib=lib) == [(0.0, 1)], "ties go to the lowest token"
     for strange in ([math.nan, 0.0], [0.0, math.inf], [-math.inf, -math.inf]):
         assert kernels.draw(torch.tensor(strange * 20), 1.0, 0, lib=lib) is None
+
+
+def test_a_long_row_is_drawn_from_by_all_threads_as_by_one() -> None:
+    lib = loader.library()
+    assert lib is not None
+    random_V, before = torch.Generator().manual_seed(0), torch.get_num_threads()
+    rows = [torch.randn(60_000, generator=random_V) * size for size in (0.1, 3.0, 30.0)]
+    try:
+        drawn = {}
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            drawn[threads] = [kernels.draw(row_V, 0.8, key, 4, lib=lib) for row_V in rows for key in range(20)]
+        assert drawn[1] == drawn[2] == drawn[3]
+        weights = ((rows[0] - rows[0].max()).double() / 0.8).exp()
+        assert [token for _, token in drawn[1][0]] == [token for _, token in _arrivals(weights, 0, 4)]
+    finally:
+        torch.set_num_threads(before)
+    long_V = torch.zeros(60_000)
+    assert kernels.draw(long_V, 0.0, 0, lib=lib) == [(0.0, 0)]
+    for place in (59_999, 0, 31_000):
+        long_V[place] = 1.0
+        assert kernels.draw(long_V, 0.0, 0, lib=lib) == [(0.0, place)]
+        long_V[place] = math.nan
+        assert kernels.draw(long_V, 0.0, 0, lib=lib) is None and kernels.draw(long_V, 1.0, 0, lib=lib) is None
+        long_V[place] = 0.5
 
 
 @pytest.mark.parametrize("library", [pytest.param(loader.library, id="the best"), *OTHERS])

@@ -420,3 +420,24 @@ def test_estimates_are_corrected_by_what_came_of_such() -> None:
     assert all(late < early / 4 for early, late in zip(before, after, strict=True))
     assert max(experience.sober(merged.draft.surviving([0.4, 0.4]))) < 0.15
     assert experience.sober(chosen([1], [-1], (0.8,))) == pytest.approx([0.8]), "estimates of another size are left alone"
+
+
+def test_right_guesses_that_come_in_runs_are_foreseen() -> None:
+    """Half of them right: nine of ten after a right one, one of ten after a wrong one; after a step without one, half."""
+    experience, seq, flip = Experience(), sequence(SamplingParams()), np.random.default_rng(0)
+    draft, right, asked = chosen([1], [-1], (0.5,)), True, False
+
+    def expected() -> float:
+        (first,) = experience.outlook(0, seq, 1)
+        return first.chance
+
+    for step in range(3000):
+        right = bool(flip.random() < (0.5 if not asked else 0.9 if right else 0.1))
+        experience.learn(0, seq, draft, draft, 1, [1 if right else 2, 3])
+        asked = step % 4 != 3
+        if not asked:
+            experience.passed_over(0, seq)
+    assert 0.35 < expected() < 0.65
+    for token, low, high in ((1, 0.7, 1.0), (2, 0.0, 0.3)):
+        experience.learn(0, seq, draft, draft, 1, [token, 3])
+        assert low < expected() < high

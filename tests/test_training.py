@@ -315,8 +315,8 @@ def test_a_plan_says_what_is_wrong():
         parse_kind_options("eagle3", {"size": "3"})
     with pytest.raises(ValueError, match="steps is 0"):
         parse_kind_options("eagle3", {"steps": "0"})
-    with pytest.raises(ValueError, match="the draft of start has its own vocab, taps"):
-        parse_kind_options("eagle3", {"start": "x", "taps": "1,2,3", "vocab": "3"})
+    with pytest.raises(ValueError, match="the draft of start has its own inner, taps"):
+        parse_kind_options("eagle3", {"start": "x", "taps": "1,2,3", "inner": "3"})
     with pytest.raises(ValueError, match="taps is '99'"):
         find_kind("eagle3").parse_taps("99", 30)
 
@@ -356,6 +356,9 @@ def test_the_command_trains_a_draft_further_and_its_card_says_so(target, tmp_pat
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["draft_vocab_size"] == 64
     assert "| begun with | a draft trained for " in model_card(config) and ", 2 updates, " in model_card(config)
+    assert main([*command, "--out", str(tmp_path / "d"), "-o", f"start={tmp_path / 'a'}", "-o", "vocab=20"]) == 0
+    wide, narrow = (load_file(tmp_path / name / "model.safetensors")["d2t"] for name in "ad")
+    assert len(narrow) == 20 and set((narrow + torch.arange(20)).tolist()) < set((wide + torch.arange(64)).tolist())
     capsys.readouterr()
     assert main([*command, "--out", str(tmp_path / "c"), "-o", f"start={tmp_path / 'nowhere'}"]) == 2
     assert "there is no config.json" in capsys.readouterr().err

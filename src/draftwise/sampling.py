@@ -146,7 +146,7 @@ def _processed(logits_V: Tensor, params: SamplingParams, history: History, end_t
     """Logits in float32 after everything that edits single tokens; the argument itself when nothing does."""
     if logits_V.dtype != torch.float32:
         logits_V = logits_V.float()
-    if not (params.looks_back or params.logit_bias or params.allowed_tokens is not None):
+    if not params.edits:
         return logits_V
     logits_V = logits_V.clone()
 

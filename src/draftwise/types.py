@@ -98,6 +98,11 @@ class SamplingParams:
         )
 
     @property
+    def edits(self) -> bool:
+        """True when logits are changed before anything is drawn by them."""
+        return self.looks_back or bool(self.logit_bias) or self.allowed_tokens is not None
+
+    @property
     def truncates(self) -> bool:
         """True when tokens are left out for being unlikely."""
         return self.temperature > 0 and bool(self.top_k or self.top_p < 1 or self.min_p)

@@ -40,6 +40,15 @@ class DraftHead:
         self.product = make_linear(rows_vC, None, kind, target.device)
         self._logits_NV = torch.empty(0, vocab)
 
+    @property
+    def chain_head(self) -> kernels.ChainHead | None:
+        """For chains that are guessed in one call; None where the product is not compiled, or its tokens are out of order."""
+        tokens_v = self.tokens_v
+        ascending = tokens_v is None or bool((tokens_v[1:] > tokens_v[:-1]).all())
+        if not isinstance(self.product, Compiled) or not ascending:
+            return None
+        return kernels.ChainHead(self.product.packed, tokens_v, self.vocab, self.dtype)
+
     def __call__(self, rows_NC: Tensor) -> Tensor:
         """Logits, float32 [N, V], until the next call."""
         if not isinstance(self.product, Compiled):

@@ -22,9 +22,10 @@ from draftwise.drafters.decoder_layer import cached_attention, packed_linear
 from draftwise.drafters.draft_head import DraftHead
 from draftwise.drafters.eagle_files import read_eagle
 from draftwise.drafters.eagle_network import EagleNetwork
-from draftwise.drafters.features import FeatureDrafter, Skim
+from draftwise.drafters.features import Chain, FeatureDrafter, Features, Skim
 from draftwise.drafters.trained import kind_name, served_acceptance, stored_kind
 from draftwise.drafters.trees import Trees
+from draftwise.kernels import Chained, ChainRule
 from draftwise.models.base import Model
 from draftwise.models.fused import packed_embedding
 from draftwise.models.linear import WeightKind
@@ -48,12 +49,15 @@ class EagleRunner:
         self.network = network.serve(kind, target.device)
         table = packed_embedding(target)
         # all but the head in one call: rows hand on their state and, behind it, what the head reads
-        self.whole = shape.joins and not shape.recycle_normed and table is not None and table.shape[1] == shape.hidden_size
+        fits = table is not None and table.shape[1] == shape.hidden_size and shape.target_hidden % 32 == 0
+        self.whole = shape.joins and not shape.recycle_normed and fits
         self.decoder = _compiled(self.network, kind, target.device, table if self.whole else None)
         self.whole = self.whole and self.decoder is not None
         self.width = shape.width * (2 if self.whole else 1)
         # of one layer, rows that nobody else reads are keys and values alone
         self.skim: Skim | None = self._stage if self.whole else None
+        self.chain_head = self.head.chain_head if self.whole else None
+        self.chain: Chain | None = None if self.chain_head is None else self._chain
 
     def new_cache(self, capacity: int) -> KVCache:
         shape = self.shape
@@ -66,14 +70,18 @@ class EagleRunner:
             device=self.target.device,
         )
 
-    def read(self, batch: Batch, cache: KVCache, above: Seq[Tensor | None], features_NF: Tensor) -> Tensor:
+    def read(self, batch: Batch, cache: KVCache, above: Seq[Tensor | None], features: Features) -> Tensor:
         if self.whole and self.decoder is not None:
-            return self.decoder.hand_on(batch, cache, features_NF=features_NF.float())
-        return self._run(batch, cache, self.network.condense(features_NF.to(self.kind.dtype)))
+            return self.decoder.hand_on(batch, cache, features=features)
+        return self._run(batch, cache, self.network.condense(torch.cat(features, -1).to(self.kind.dtype)))
 
-    def _stage(self, batch: Batch, cache: KVCache, features_NF: Tensor) -> None:
+    def _stage(self, batch: Batch, cache: KVCache, features: Features) -> None:
         assert self.decoder is not None
-        self.decoder.stage(batch, cache, features_NF=features_NF.float())
+        self.decoder.stage(batch, cache, features=features)
+
+    def _chain(self, batch: Batch, cache: KVCache, features: Features, rule: ChainRule) -> Chained:
+        assert self.decoder is not None and self.chain_head is not None
+        return self.decoder.chain(batch, cache, features=features, head=self.chain_head, rule=rule)
 
     def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
         if self.whole and self.decoder is not None:

@@ -3,7 +3,7 @@
 Knows caches, taps and trees; what the network computes is its own affair. A row stands for a position of the text: it reads
 the target's features there and the token that follows, and guesses the token after that. Rows of committed text are read with
 true features and stay in the network's own cache; rows of drafted tokens read what the row above them handed on, and go.
-Shapes: N rows, F features (all taps side by side), W numbers that a row hands on.
+Shapes: N rows, E the width of a tap, W numbers that a row hands on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from draftwise.cache import PAGE, KVCache
 from draftwise.drafters.averages import Levels, Pace, Rates
 from draftwise.drafters.base import Drafter
 from draftwise.drafters.growth import Tree, grow
+from draftwise.drafters.straight import Straight
 from draftwise.drafters.trees import CHAIN, Trees
+from draftwise.kernels import Chained, ChainRule
 from draftwise.sequence import Sequence
 from draftwise.types import NO_DRAFT, Batch, Draft, Feed, Limit, Outcome, Tap
 
@@ -30,24 +32,29 @@ KEPT = 4096
 """Most rows of features kept of a sequence; what lies further back a draft that starts late does not read."""
 
 
-Skim = Callable[[Batch, KVCache, Tensor], None]
-"""Stages rows of committed text from their features, [N, F], where nobody wants what they hand on."""
+Features = tuple[Tensor, ...]
+"""Of some rows, [N, E] for each tap."""
+Skim = Callable[[Batch, KVCache, Features], None]
+"""Stages rows of committed text from their features, where nobody wants what they hand on."""
+Chain = Callable[[Batch, KVCache, Features, ChainRule], Chained]
+"""Reads rows of committed text of one sequence from their features and guesses a chain below the last; see Decoder.chain."""
 
 
 class FeatureNetwork(Protocol):
     """What drafts. `width`: W, the numbers that a row hands on to those below it.
 
-    skim: None where that is no cheaper than `read`.
+    skim: None where that is no cheaper than `read`. chain: None where there is no such call.
     """
 
     taps: tuple[Tap, ...]
     width: int
     skim: Skim | None
+    chain: Chain | None
 
     def new_cache(self, capacity: int) -> KVCache:
         """A cache for the network's own keys and values, with room for `capacity` rows."""
 
-    def read(self, batch: Batch, cache: KVCache, above: Seq[Tensor | None], features_NF: Tensor) -> Tensor:
+    def read(self, batch: Batch, cache: KVCache, above: Seq[Tensor | None], features: Features) -> Tensor:
         """Rows of committed text: what they hand on, [N, W]. above: per span what the row before it handed on, [W], if any."""
 
     def draft(self, batch: Batch, cache: KVCache, above_NW: Tensor, depth: int) -> Tensor:
@@ -63,7 +70,8 @@ class _State:
 
     slot: int
     odds: Rates
-    features: list[tuple[Tensor, ...]] = field(default_factory=list)  # of rows not read yet, [n, E] for each tap
+    straight: Straight
+    features: list[Features] = field(default_factory=list)  # of rows not read yet
     unread: int = 0
     seen: int = 0  # rows of the target told of so far
     above: Tensor | None = None  # what the last row read handed on, [W]
@@ -71,14 +79,14 @@ class _State:
     rows: dict[int, int] = field(default_factory=dict)  # staged row by node, of the nodes that were read
     handed: dict[int, Tensor] = field(default_factory=dict)  # what they handed on
 
-    def take(self, count: int) -> Tensor:
-        """The features of the next rows to be read, all taps side by side, [count, F]."""
+    def take(self, count: int) -> Features:
+        """Those of the next rows to be read."""
         taps, self.features = _joined(self.features), []
         if count < self.unread:
             self.features = [tuple(rows_nE[count:] for rows_nE in taps)]
             taps = tuple(rows_nE[:count] for rows_nE in taps)
         self.unread -= count
-        return torch.cat(taps, -1)
+        return taps
 
 
 class FeatureDrafter(Drafter):
@@ -120,18 +128,23 @@ class FeatureDrafter(Drafter):
         if drafting:
             late = any(state.unread > FEW for _, state in drafting)
             states = [state for _, state in drafting]
-            logits_NV = self._catch_up(drafting)
-            begun = time.perf_counter() - started
-            grow(trees, logits_NV, lambda frontiers: self._read(states, frontiers))
+            later = None if late or len(drafting) > 1 else self._whole(*drafting[0], trees[0])
+            if later is None:
+                logits_NV = self._catch_up(drafting)
+                begun = time.perf_counter()
+                grow(trees, logits_NV, lambda frontiers: self._read(states, frontiers))
+                later = time.perf_counter() - begun
             if not late:
-                self._levels.learn(begun, time.perf_counter() - started, max(tree.depth for tree in trees))
+                seconds = time.perf_counter() - started
+                self._levels.learn(seconds - later, seconds, max(tree.depth for tree in trees))
         made = {seq.id: state.tree.draft() for seq, state in drafting if state.tree is not None}
         return [made.get(seq.id, NO_DRAFT) for seq in seqs]
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
         state = self._states.get(seq.id)
         if state is None:
-            state = self._states[seq.id] = _State(self.cache.alloc(), Rates(self._odds, weight=4.0, forget=0.97))
+            odds = Rates(self._odds, weight=4.0, forget=0.97)
+            state = self._states[seq.id] = _State(self.cache.alloc(), odds, Straight(odds))
         if state.tree is not None:
             state.tree.learn(outcome.emitted)
             self.cache.discard(state.slot)
@@ -163,11 +176,24 @@ class FeatureDrafter(Drafter):
         self.cache.free(state.slot)
         state.slot, state.features, state.unread, state.above = self.cache.alloc(), [kept], len(kept[0]), None
 
+    def _whole(self, seq: Sequence, state: _State, tree: Tree) -> float | None:
+        """Read what is unread and grow a whole chain in one call, where that can be; the seconds of guesses after the first."""
+        rule = None if self.network.chain is None or not state.unread else state.straight.rule(tree)
+        if rule is None or self.network.chain is None:
+            return None
+        count = state.unread
+        feed = Feed.chain(state.slot, seq.tokens[len(seq.tokens) - count :] + [0] * (rule.depth - 1))
+        guesses, handed_NW, later = self.network.chain(self.cache.pack([feed]), self.cache, state.take(count), rule)
+        self.cache.commit(state.slot, range(count))
+        state.above = handed_NW[count - 1]
+        tree.follow(guesses)
+        return later
+
     def _catch_up(self, drafting: Seq[tuple[Sequence, _State]]) -> Tensor:
         """Read what is committed and unread; the logits after each sequence's last row."""
         while any(state.unread for _, state in drafting):
             started = time.perf_counter()
-            budget, feeds, features, reading = CHUNK, [], [], []
+            budget, feeds, features, reading = CHUNK, list[Feed](), list[Features](), list[_State]()
             skim = self.network.skim if any(state.unread > FEW for _, state in drafting) else None
             for seq, state in drafting:
                 count = min(state.unread - (skim is not None), budget)  # the last row is always read
@@ -181,9 +207,9 @@ class FeatureDrafter(Drafter):
             batch = self.cache.pack(feeds)
             handed_NW = None
             if skim is not None:
-                skim(batch, self.cache, _stacked(features))
+                skim(batch, self.cache, _joined(features))
             else:
-                handed_NW = self.network.read(batch, self.cache, [state.above for state in reading], _stacked(features))
+                handed_NW = self.network.read(batch, self.cache, [state.above for state in reading], _joined(features))
             for state, span in zip(reading, batch.spans, strict=True):
                 self.cache.commit(state.slot, range(span.stop - span.start))
                 state.above = None if handed_NW is None else handed_NW[span.stop - 1]
@@ -214,6 +240,6 @@ def _stacked(rows: Seq[Tensor]) -> Tensor:
     return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
 
-def _joined(features: Seq[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """One stretch of rows for each tap."""
+def _joined(features: Seq[Features]) -> Features:
+    """Stretches of rows one after another."""
     return features[0] if len(features) == 1 else tuple(torch.cat(rows) for rows in zip(*features, strict=True))

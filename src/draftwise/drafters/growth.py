@@ -164,6 +164,14 @@ class Tree:
             found = self.guess(node, logits_V, count)
         except ValueError:  # the request forbids every token that the draft knows
             return
+        self._add(node, found)
+
+    def follow(self, guesses: Iterable[tuple[int, float]]) -> None:
+        """Take in a chain that was grown elsewhere by this tree's rule: tokens and their confidences."""
+        for token, confidence in guesses:
+            self._add(len(self) - 1, Guesses([token], [confidence], self.manner))
+
+    def _add(self, node: int, found: Guesses) -> None:
         for rank, (token, confidence) in enumerate(zip(found.tokens, found.confidences, strict=True)):
             self._newest.append(len(self))
             self.tokens.append(token)
@@ -201,8 +209,11 @@ class Tree:
         if self.sampled:
             assert len(self) <= self.limit.nodes
             return self.whole()
+        whole = self.whole()
+        if len(self) <= self.limit.nodes:
+            return whole
         order = sorted(range(len(self)), key=lambda node: (-self.survival[node], node))
-        return self.whole().only(sorted(order[: self.limit.nodes]))
+        return whole.only(sorted(order[: self.limit.nodes]))
 
     def learn(self, emitted: Seq[int]) -> list[int]:
         """Take in which guesses came true, verified or not, as the emitted tokens tell; the nodes that spell them."""

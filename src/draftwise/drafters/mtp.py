@@ -21,7 +21,7 @@ from draftwise.cache import KVCache
 from draftwise.drafters.base import DraftSource, Target
 from draftwise.drafters.decoder_layer import cached_attention
 from draftwise.drafters.draft_head import DraftHead
-from draftwise.drafters.features import FeatureDrafter, Skim
+from draftwise.drafters.features import Chain, FeatureDrafter, Features, Skim
 from draftwise.drafters.mtp_files import read_mtp, write_mtp
 from draftwise.drafters.mtp_layouts import Published, read_published
 from draftwise.drafters.mtp_network import Module, MtpNetwork
@@ -59,6 +59,7 @@ class MtpRunner:
 
     taps: tuple[Tap, ...] = ("final_norm",)
     skim: Skim | None = None  # a module reads what the one before made of every row
+    chain: Chain | None = None
 
     def __init__(
         self,
@@ -94,13 +95,13 @@ class MtpRunner:
             device=self.target.device,
         )
 
-    def read(self, batch: Batch, cache: KVCache, above: Sequence[Tensor | None], features_NF: Tensor) -> Tensor:
-        embedded_NC = self._embed(batch)
+    def read(self, batch: Batch, cache: KVCache, above: Sequence[Tensor | None], features: Features) -> Tensor:
+        (final_NE,), embedded_NC = features, self._embed(batch)
         firsts = [span.start for span in batch.spans]
-        above_SW = torch.stack([features_NF.new_zeros(self.width) if row_W is None else row_W for row_W in above])
+        above_SW = torch.stack([final_NE.new_zeros(self.width) if row_W is None else row_W for row_W in above])
         _, *above_each = above_SW.to(self.kind.dtype).chunk(self.shape.modules + 1, -1)
         made: list[tuple[Tensor, Tensor]] = []
-        state_NC = features_NF.to(self.kind.dtype)
+        state_NC = final_NE.to(self.kind.dtype)
         for index, above_SC in enumerate(above_each):
             made.append(self._run(index, batch, cache, embedded_NC, state_NC))
             # the next module reads what this one made at the row before

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence as Seq
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence as Seq
 
 import torch
 from torch import Tensor
@@ -302,7 +302,9 @@ def _feed(turn: Turn, draft: Draft) -> Feed:
     return Feed(turn.slot, [*turn.tokens, *draft.tokens], [*range(-1, fed - 1), *below])
 
 
-def _features(hidden: Hidden, rows: Seq[int]) -> dict[Tap, Tensor]:
+def _features(hidden: Hidden, rows: Seq[int]) -> Mapping[Tap, Tensor]:
     straight = rows[-1] - rows[0] == len(rows) - 1  # as they are but where a tree was left by a later branch
+    if straight and len(rows) == len(hidden.final):
+        return hidden.taps
     picked = slice(rows[0], rows[-1] + 1) if straight else list(rows)
     return {tap: states[picked] for tap, states in hidden.taps.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from draftwise.drafters.averages import Rates, level
@@ -38,6 +38,7 @@ class _Known:
     right: Rates  # by drafter and depth: how often the node there was, once those above it were
     nodes: Rates  # by drafter and depth: how many there were
     sayings: Rates  # by drafter or drafters, stretch of depths and the survival they gave: how often that came true
+    last: dict[int, bool] = field(default_factory=dict)  # by drafter that was asked in the last step: whether it began right
 
 
 class Experience:
@@ -52,16 +53,22 @@ class Experience:
         self._known: dict[int, _Known] = {}
         self._said = Rates(weight=2.0, forget=0.9)
         self._estimates = Rates(weight=20.0, forget=0.998)
+        self._runs = Rates(weight=20.0, forget=0.998)
 
     def outlook(self, place: int, seq: Sequence, depth: int) -> Iterator[Level]:
         """What to expect by depth of a draft that is not made yet."""
         known = self._of(seq)
-        chance, right, nodes = 1.0, self.guesses[place], 1.0
+        chance, right, nodes = self._run(place, known), self.guesses[place], 1.0
         for k in range(depth):
             right = known.right.rate((place, min(k, DEPTHS)), right)
             nodes = known.nodes.rate((place, min(k, DEPTHS)), nodes)
-            chance *= right
+            chance = min(chance * right, 1.0)
             yield Level(chance, nodes)
+
+    def _run(self, place: int, known: _Known) -> float:
+        """How much likelier than on average it is to begin right, after what came of it last: right guesses come in runs."""
+        right, said = (self._runs.rate((what, place, known.last.get(place)), 0.5) for what in ("right", "said"))
+        return right / said
 
     def chances(self, place: int, seq: Sequence, draft: Draft) -> list[float]:
         """Per node of a draft the chance that it is accepted: what it says, corrected by what came of such sayings."""
@@ -140,6 +147,11 @@ class Experience:
         """A draft that ended early, being unsure, counts as wrong there, and as having no node below."""
         depths = draft.depths()
         deepest = max(depths, default=0) if asked is None else asked
+        if deepest and reached:
+            said = known.right.rate((place, 0), self.guesses[place])
+            for what, value in (("right", float(right > 0)), ("said", said)):
+                self._runs.learn((what, place, known.last.get(place)), value)
+            known.last[place] = right > 0
         for k in range(deepest):
             known.nodes.learn((place, min(k, DEPTHS)), depths.count(k + 1))
             if k <= right and k < reached:
@@ -150,7 +162,9 @@ class Experience:
 
     def passed_over(self, place: int, seq: Sequence) -> None:
         """A drafter was not asked: what the request taught of it ages."""
-        self._of(seq).right.fade((place, 0), IDLE)
+        known = self._of(seq)
+        known.right.fade((place, 0), IDLE)
+        known.last.pop(place, None)
 
     def forget(self, seq: Sequence) -> None:
         """The request ended."""

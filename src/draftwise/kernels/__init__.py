@@ -1,5 +1,6 @@
 """Hot code in C++, each piece beside its plain torch version in reference.py and held to it by a test."""
 
+from draftwise.kernels.chain import Chained, ChainHead, ChainRule, Chances
 from draftwise.kernels.decoder import Decoder, PackedAttention, PackedFeedForward, PackedLayer, unsupported
 from draftwise.kernels.draw import arrivals, draw, largest, likeliest
 from draftwise.kernels.loader import layout_key, library, version
@@ -7,6 +8,10 @@ from draftwise.kernels.packed import Packed, matmul, pack_dense, pack_int, pack_
 from draftwise.kernels.store import PackedStore
 
 __all__ = [
+    "ChainHead",
+    "ChainRule",
+    "Chained",
+    "Chances",
     "Decoder",
     "Packed",
     "PackedAttention",

@@ -6,13 +6,16 @@ Knows the C structs, batches and the cache's pool; knows nothing of checkpoints.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftwise.cache import KVCache
+from draftwise.kernels.chain import Chained, ChainHead, ChainRule, guess_chain
 from draftwise.kernels.loader import library
 from draftwise.kernels.packed import Packed
 from draftwise.types import Batch, Hidden, ModelConfig, Tap
@@ -128,6 +131,7 @@ class Decoder:
             condense=None if condense is None else ctypes.addressof(condense.struct),
         )
         self._owned += [structs]
+        self._condensed = 0 if condense is None else condense.shape[1]
         lib.draftwise_decoder.restype = ctypes.c_void_p
         self._handle = ctypes.c_void_p(lib.draftwise_decoder(ctypes.byref(weights)))
 
@@ -161,66 +165,88 @@ class Decoder:
         return Hidden(final, tapped)
 
     def hand_on(
-        self, batch: Batch, cache: KVCache, *, above_NW: Tensor | None = None, features_NF: Tensor | None = None
+        self, batch: Batch, cache: KVCache, *, above_NW: Tensor | None = None, features: Sequence[Tensor] = ()
     ) -> Tensor:
         """Run the rows of a draft: what each hands on, float32 [N, W = 2 C], the residual stream's end and that normed.
 
-        above_NW: what the rows above them handed on, where the stream begins; or features_NF, float32, to be condensed.
+        above_NW: what the rows above them handed on, where the stream begins; or features, taps [N, E] to be condensed.
         """
         rows, width = len(batch), self._config.hidden_size
         handed_NW = torch.empty(rows, 2 * width)
         last: dict[Tap, Tensor] = {self._config.num_layers: handed_NW}
         self._run(
-            batch, cache, inputs=above_NW, features=features_NF, normed=handed_NW[:, width:], taps=last, stride=2 * width
+            batch, cache, inputs=above_NW, features=features, normed=handed_NW[:, width:], taps=last, stride=2 * width
         )
         return handed_NW
 
-    def stage(self, batch: Batch, cache: KVCache, *, features_NF: Tensor) -> None:
+    def stage(self, batch: Batch, cache: KVCache, *, features: Sequence[Tensor]) -> None:
         """As `hand_on`, for rows of which only keys and values are wanted: a fraction of the work where layers are few."""
-        self._run(batch, cache, features=features_NF, taps={}, stride=2 * self._config.hidden_size, keys_only=True)
+        self._run(batch, cache, features=features, taps={}, stride=2 * self._config.hidden_size, keys_only=True)
 
-    def _run(
+    def chain(
+        self, batch: Batch, cache: KVCache, *, features: Sequence[Tensor], head: ChainHead, rule: ChainRule
+    ) -> Chained:
+        """Run rows of committed text as `hand_on` does, and guess a chain below the last of them; the guesses' rows are staged.
+
+        batch: one span, those rows and a row for each guess but the last, whose tokens do not matter. See chain.py.
+        """
+        width = 2 * self._config.hidden_size
+        handed_NW = torch.empty(len(batch), width)
+        with self._pass(batch, cache, rows=len(features[0]), features=features, taps={}, stride=width) as given:
+            return guess_chain(self._lib, self._handle, given, len(self._places), handed_NW, head, rule)
+
+    def _run(self, batch: Batch, cache: KVCache, **given: Any) -> None:
+        with self._pass(batch, cache, rows=len(batch), **given) as one:
+            self._lib.draftwise_decoder_run(self._handle, ctypes.byref(one))
+
+    @contextmanager
+    def _pass(
         self,
         batch: Batch,
         cache: KVCache,
         *,
+        rows: int,
         taps: Mapping[Tap, Tensor],
         stride: int,
+        features: Sequence[Tensor] = (),
         keys_only: bool = False,
-        **rows: Tensor | None,
-    ) -> None:
-        """One call; `rows` are what it reads and writes row by row, by the names of the C struct."""
+        **by_row: Tensor | None,
+    ) -> Iterator[_Pass]:
+        """The first `rows` of a batch as a C struct, and all it points into. by_row: what it reads and writes row by row."""
         pool = cache.pool
-        assert pool.dtype == self.dtype and pool.is_contiguous() and pool.device.type == "cpu"
-        for name in ("inputs", "features", "beside"):
-            given = rows.get(name)
-            assert given is None or (given.is_contiguous() and given.dtype == torch.float32 and len(given) == len(batch))
+        assert pool.dtype == self.dtype and pool.is_contiguous()
+        for name in ("inputs", "beside"):
+            given = by_row.get(name)
+            assert given is None or (given.is_contiguous() and given.dtype == torch.float32 and len(given) == rows)
         self._reach(max(span.committed + span.staged for span in batch.spans))
         outputs = (ctypes.c_void_p * (len(self._places) + 1))()
         for step, place in enumerate([*self._places, self._config.num_layers]):
             if place in taps:
                 outputs[step] = taps[place].data_ptr()
+        read = [tap_NE.float().contiguous() for tap_NE in features]
+        assert all(len(tap_NE) == rows for tap_NE in read)
+        assert sum(tap_NE.shape[1] for tap_NE in read) in (0, self._condensed)
         spans, kept = _spans(batch, cache)
-        self._lib.draftwise_decoder_run(
-            self._handle,
-            ctypes.byref(
-                _Pass(
-                    rows=len(batch),
-                    spans=len(batch.spans),
-                    tokens=batch.tokens_N.data_ptr(),
-                    positions=batch.positions_N.data_ptr(),
-                    pool_places=batch.rows_N.data_ptr(),
-                    cosines=self._cosines.data_ptr(),
-                    sines=self._sines.data_ptr(),
-                    span=ctypes.addressof(spans),
-                    pool=pool.data_ptr(),
-                    pool_rows=pool.shape[3],
-                    taps=ctypes.addressof(outputs),
-                    stride=stride,
-                    keys_only=keys_only,
-                    **{name: None if tensor is None else tensor.data_ptr() for name, tensor in rows.items()},
-                )
-            ),
+        if rows < len(batch):
+            assert len(batch.spans) == 1
+            spans[0].stop, spans[0].staged = rows, spans[0].staged - (len(batch) - rows)
+        yield _Pass(
+            rows=rows,
+            spans=len(batch.spans),
+            tokens=batch.tokens_N.data_ptr(),
+            positions=batch.positions_N.data_ptr(),
+            pool_places=batch.rows_N.data_ptr(),
+            cosines=self._cosines.data_ptr(),
+            sines=self._sines.data_ptr(),
+            features=(ctypes.c_void_p * len(read))(*(tap_NE.data_ptr() for tap_NE in read)) if read else None,
+            feature_count=len(read),
+            span=ctypes.addressof(spans),
+            pool=pool.data_ptr(),
+            pool_rows=pool.shape[3],
+            taps=ctypes.addressof(outputs),
+            stride=stride,
+            keys_only=keys_only,
+            **{name: None if tensor is None else tensor.data_ptr() for name, tensor in by_row.items()},
         )
         del kept
 
@@ -302,7 +328,10 @@ class _Pass(ctypes.Structure):
     _fields_ = [
         ("rows", ctypes.c_int64),
         ("spans", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "pool_places", "inputs", "features", "beside")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "pool_places", "inputs")),
+        ("features", ctypes.POINTER(ctypes.c_void_p)),
+        ("feature_count", ctypes.c_int64),
+        ("beside", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines", "span", "pool")),
         ("pool_rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("final", "normed", "taps")),

@@ -22,8 +22,9 @@ def draw(logits_V: Tensor, temperature: float, key: int, count: int = 1, *, lib:
     if served is None:
         return None
     times, tokens = (ctypes.c_double * count)(), (ctypes.c_int64 * count)()
+    size, most = ctypes.c_int64(len(logits_V)), ctypes.c_int64(count)
     temperature_, key_ = ctypes.c_float(temperature), ctypes.c_uint64(key)
-    held = served.draftwise_draw(_address(logits_V), len(logits_V), temperature_, key_, count, times, tokens)
+    held = served.draftwise_draw(_address(logits_V), None, size, temperature_, key_, most, times, tokens)
     return list(zip(times[:held], tokens[:held], strict=True)) if held >= 0 else None
 
 

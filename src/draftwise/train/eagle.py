@@ -7,7 +7,7 @@ that learn (the last), C the draft's width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -33,26 +33,31 @@ from draftwise.train.feature_lesson import (
 from draftwise.train.rows import Rows, frequent_tokens
 from draftwise.types import Tap
 
-SETTLED = ("vocab", "inner", "taps", "own_head")
+SETTLED = ("inner", "taps", "own_head")
 """Options that the weights of a draft have decided on."""
+SHARE, LEAST = 6, 4096
+"""A draft knows one in so many of the target's tokens, and so many at least: the head is half of what it reads, and the others
+are rare."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """What both kinds of EAGLE draft may be given."""
 
-    vocab: int = field(default=16384, metadata={"help": "tokens that the draft knows: the most frequent ones"})
+    vocab: int = field(
+        default=0,
+        metadata={"help": "tokens that the draft knows: the most frequent; 0: a sixth of the target's, or all of start's"},
+    )
     steps: int = field(default=3, metadata={"help": "steps on its own outputs that it is trained on"})
     decay: float = field(default=0.8, metadata={"help": "weight of a step against the one before"})
     inner: int = field(default=0, metadata={"help": "width of the feed-forward; 0: the target's"})
     feature_weight: float = field(default=2.0, metadata={"help": "weight of meeting the target's final hidden state"})
-    start: str = field(default="", metadata={"help": "folder of a draft to go on from, its shape and tokens kept"})
+    start: str = field(default="", metadata={"help": "folder of a draft to go on from, its shape kept"})
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("decay", "feature_weight", "inner"):
+        if self.steps < 1:
+            raise ValueError(f"steps is {self.steps}; it must be at least 1")
+        for name in ("vocab", "decay", "feature_weight", "inner"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         given = [option.name for option in fields(self) if getattr(self, option.name) != option.default]
@@ -140,7 +145,7 @@ def build_lesson(
     if options.start:
         return _going_on(algorithm, options, target, corpus)
     config = target.model.config
-    tokens = frequent_tokens(target, corpus, options.vocab)
+    tokens = frequent_tokens(target, corpus, options.vocab or max(target.vocab // SHARE, LEAST))
     network = EagleNetwork(
         EagleShape(
             algorithm=algorithm,
@@ -167,11 +172,23 @@ def build_lesson(
 def _going_on(algorithm: str, options: Options, target: Target, corpus: Corpus) -> EagleLesson:
     """The draft of a folder as a lesson; small files hold rounded weights, and these are where it begins."""
     network, _ = read_eagle(Path(options.start), algorithm, target)
+    if options.vocab:
+        network = _knowing_less(network, frequent_tokens(target, corpus, options.vocab, among=network.d2t.tolist()))
     scales = feature_scales(target, corpus, tuple(dict.fromkeys([*network.shape.taps, "final_norm"])))
     lesson = EagleLesson(network, target, options, scales=scales)
     with torch.no_grad():
         network.fc.weight *= lesson.scales_F  # `save` takes it out again
     return lesson.to(target.model.device)
+
+
+def _knowing_less(network: EagleNetwork, tokens_V: Tensor) -> EagleNetwork:
+    """The same draft, for some of its tokens. Raises ValueError where it has a head of its own."""
+    if network.shape.own_head:
+        raise ValueError("the draft of start has a head of its own, and with it the tokens that it knows; leave out vocab")
+    fewer = EagleNetwork(replace(network.shape, draft_vocab=len(tokens_V)))
+    fewer.load_state_dict(network.state_dict())
+    fewer.d2t = tokens_V
+    return fewer
 
 
 @torch.no_grad()

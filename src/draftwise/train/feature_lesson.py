@@ -31,6 +31,8 @@ SAMPLE = 16
 """Answers that features are measured on before training."""
 FITTED, TOGETHER, RIDGE = 64, 8, 1e-2
 """Answers that mixtures are fitted to before training, so many at a time, and how much they are held back."""
+WIDEST = 8192
+"""Inputs of a mixture beyond which it is not fitted: the equations would not fit into memory beside a model."""
 
 
 class FeatureLesson(Lesson):
@@ -142,6 +144,8 @@ def fit_mixtures(lesson: FeatureLesson, mixtures: Seq[nn.Linear], corpus: Corpus
     shots = capture(lesson.target, spread(corpus.answers, FITTED), lesson.taps, most_tokens=512, dtype=torch.float32)
     batches = [collate(shots[start : start + TOGETHER], device) for start in range(0, len(shots), TOGETHER)]
     for step, mixture in enumerate(mixtures):
+        if mixture.in_features > WIDEST:
+            continue
         ridge = Ridge(mixture.in_features, mixture.out_features, device)
         for batch in batches:
             rows, caught = Rows.of(batch), list[Tensor]()

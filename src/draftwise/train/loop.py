@@ -302,6 +302,11 @@ class Trainer:
     def _restore(self) -> None:
         """Go on from the checkpoint; what the log says of updates after it is dropped."""
         kept = torch.load(self.out / CHECKPOINT, map_location="cpu", weights_only=True)
+        for name, now in self.lesson.state_dict().items():
+            then = kept["lesson"].get(name)
+            if then is None or then.shape != now.shape:
+                size = "missing" if then is None else f"{tuple(then.shape)}, now {tuple(now.shape)}"
+                raise ValueError(f"{self.out}: the run was begun with other options ({name}: {size}); give the same again")
         self.lesson.restore(kept["lesson"])
         self.optimizer.load_state_dict(kept["optimizer"])
         self.curve, self.place, self.history = Curve(**kept["curve"]), Place(**kept["place"]), list(kept["history"])

@@ -7,6 +7,7 @@ tokens, R rows of which a guess is made or read, A of those the ones that learn 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +67,14 @@ class Rows:
         return guesses_BA, ahead_BA[guesses_BA]
 
 
-def frequent_tokens(target: Target, corpus: Corpus, count: int) -> Tensor:
-    """The tokens that answers use most and all that end a text, int64, ascending; the rest by id, as a BPE learnt them."""
+def frequent_tokens(target: Target, corpus: Corpus, count: int, *, among: Iterable[int] | None = None) -> Tensor:
+    """The tokens that answers use most and all that end a text, int64, ascending; the rest by id, as a BPE learnt them.
+
+    among: those to choose from; None: all of the target's.
+    """
+    offered = set(range(target.vocab)) if among is None else set(among)
     counts = Counter(token for answer in corpus.answers for token in answer.tokens)
     ends = {*target.tokenizer.eos_tokens, *target.model.config.eos_tokens}
-    order = [*sorted(ends), *(token for token, _ in counts.most_common()), *range(target.vocab)]
-    chosen = list(dict.fromkeys(token for token in order if token < target.vocab))[: min(count, target.vocab)]
+    order = [*sorted(ends), *(token for token, _ in counts.most_common()), *sorted(offered)]
+    chosen = list(dict.fromkeys(token for token in order if token in offered))[:count]
     return torch.tensor(sorted(chosen))

@@ -231,7 +231,7 @@ class Attention {
 
   // Scratch of one thread.
   struct Scratch {
-    Buffer lanes, queries, gathered, scores, weights, own, running;
+    Buffer lanes, queries, gathered, scores, weights, running;
   };
 
   // The tile's queries of a key head: [slots][head_dim / 2].

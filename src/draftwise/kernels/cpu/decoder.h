@@ -33,7 +33,8 @@ struct Pass {
   int64_t rows, spans;
   const int64_t *tokens, *positions, *pool_places;  // per row
   const float* inputs;    // [rows, stride]: where the stream begins; null: at the embedding of the tokens
-  const float* features;  // [rows, inputs of `condense`]: or there; null: none
+  const float* const* features;  // taps of another model, [rows, their share of the inputs of `condense`]: or there; null: none
+  int64_t feature_count;
   const float* beside;    // [rows, hidden], where a layer reads it; null: the embedding of the tokens
   const float *cosines, *sines;                     // [positions, rotary_dim / 2]
   const Span* span;
@@ -99,7 +100,9 @@ class Decoder {
         float* x = x_ + int64_t(row) * w_.hidden;
         if (pass.features) {
           std::memset(x, 0, w_.hidden * 4);
-          norm(pass.features + int64_t(row) * w_.condense->in, w_.condense->in, nullptr, condensed_, row);
+          const int width = int(w_.condense->in / pass.feature_count);
+          for (int k = 0; k < pass.feature_count; ++k)
+            norm(pass.features[k] + int64_t(row) * width, width, nullptr, condensed_, row, k * width / 16);
         } else if (pass.inputs) {
           std::memcpy(x, pass.inputs + row * pass.stride, w_.hidden * 4);
         } else {

@@ -3,8 +3,9 @@
 #include <cfloat>
 #include <cmath>
 #include <limits>
+#include <vector>
 
-#include "simd.h"
+#include "team.h"
 
 using namespace dw;
 
@@ -45,9 +46,6 @@ class Arrivals {
     }
   }
 
-  int64_t count() const { return count_; }
-
- private:
   void take(double time, int64_t token) {
     const auto before = [&](int64_t i) { return times_[i] < time || (times_[i] == time && tokens_[i] < token); };
     if (count_ == most_ && before(most_ - 1)) return;
@@ -58,6 +56,9 @@ class Arrivals {
     if (count_ == most_) latest_ = float(times_[most_ - 1]) * (1 + 1e-6f);
   }
 
+  int64_t count() const { return count_; }
+
+ private:
   uint64_t key_;
   int64_t most_, count_ = 0;
   double* times_;
@@ -65,17 +66,56 @@ class Arrivals {
   float latest_ = std::numeric_limits<float>::infinity();  // no later than this may a time's lower bound be
 };
 
-// The largest of some logits; a NaN where that has no meaning: among them a NaN, an infinity, or nothing above minus infinity.
-float highest(const float* logits, int64_t count) {
+// The largest of some logits, and the block it is in, the first of equal ones; a NaN where that has no meaning: among them a NaN,
+// an infinity, or nothing above minus infinity.
+struct Peak {
+  float top = -std::numeric_limits<float>::infinity();
+  int64_t block = 0;
+
+  void meet(const Peak& later) {
+    if (top == top && !(later.top <= top)) *this = later;
+  }
+  bool means() const { return top >= -FLT_MAX && top <= FLT_MAX; }
+};
+
+float highest_of(const float* logits, int size) {
   int strange = 0;
-  for (int64_t i = 0; i < count; ++i) strange |= !(logits[i] <= FLT_MAX);
-  const int64_t whole = count / 16 * 16;
-  F most = splat(-std::numeric_limits<float>::infinity());
-  for (int64_t i = 0; i < whole; i += 16) most = max(most, load(logits + i));
-  float top = largest(most);
-  for (int64_t i = whole; i < count; ++i) top = std::max(top, logits[i]);
-  return strange || !(top >= -FLT_MAX) ? std::numeric_limits<float>::quiet_NaN() : top;
+  for (int i = 0; i < size; ++i) strange |= !(logits[i] <= FLT_MAX);
+  if (strange) return std::numeric_limits<float>::quiet_NaN();
+  if (size < kBlock) return *std::max_element(logits, logits + size);
+  F most[4] = {load(logits), load(logits + 16), load(logits + 32), load(logits + 48)};
+  for (int i = 64; i < kBlock; i += 64)
+    for (int k = 0; k < 4; ++k) most[k] = max(most[k], load(logits + i + 16 * k));
+  return largest(max(max(most[0], most[1]), max(most[2], most[3])));
 }
+
+// Of the logits from `begin`, where a block begins, to `end`.
+Peak peak(const float* logits, int64_t begin, int64_t end) {
+  Peak found;
+  for (int64_t start = begin; start < end; start += kBlock) {
+    const float top = highest_of(logits + start, int(std::min<int64_t>(kBlock, end - start)));
+    if (!(top == top)) return {top, start};
+    found.meet({top, start});
+  }
+  return found;
+}
+
+float highest(const float* logits, int64_t count) {
+  const Peak found = peak(logits, 0, count);
+  return found.means() ? found.top : std::numeric_limits<float>::quiet_NaN();
+}
+
+// A row's logits in parts of whole blocks, one a thread: each looks at about what it wrote when the logits were made.
+struct Parts {
+  static constexpr int kMost = 64;
+  static constexpr int64_t kLeast = 8192;  // logits that are worth a thread
+  int64_t count;
+  int parts;
+
+  explicit Parts(int64_t size)
+      : count(size), parts(int(std::clamp<int64_t>(size / kLeast, 1, std::min(draftwise_threads(), kMost)))) {}
+  int64_t begin(int part) const { return part == parts ? count : count * part / parts / kBlock * kBlock; }
+};
 
 // True where all weights of a whole block are 0, as those of tokens are that a draft does not know.
 bool hopeless(const float* logits, float top, float temperature) {
@@ -109,22 +149,44 @@ extern "C" int64_t draftwise_arrivals(const float* weights, const int64_t* token
 }
 
 // The same by weights exp((logit - largest) / temperature), at temperature 0 the largest alone. -1 where that has no meaning.
-extern "C" int64_t draftwise_draw(const float* logits, int64_t count, float temperature, uint64_t key, int64_t most,
-                                  double* times, int64_t* found) {
-  const float top = highest(logits, count);
-  if (!(top == top)) return -1;
+extern "C" int64_t draftwise_draw(const float* logits, const int64_t* tokens, int64_t count, float temperature, uint64_t key,
+                                  int64_t most, double* times, int64_t* found) {
+  const Parts parts(count);
+  const auto token = [=](int64_t i) { return tokens ? tokens[i] : i; };
+  Peak peaks[Parts::kMost];
+  const auto whole = [&] {
+    Peak all;
+    for (int part = 0; part < parts.parts; ++part) all.meet(peaks[part]);
+    return all;
+  };
+  std::vector<double> part_times(parts.parts * most);
+  std::vector<int64_t> part_found(parts.parts * most), held(parts.parts);
+  Stages stages(2, parts.parts);
+  fork(parts.parts, [&](int thread) {
+    stages.run(0, thread, parts.parts, [&](int part) { peaks[part] = peak(logits, parts.begin(part), parts.begin(part + 1)); });
+    const Peak all = whole();
+    if (temperature == 0 || !all.means()) return;
+    stages.run(1, thread, parts.parts, [&](int part) {
+      Arrivals arrivals(key, most, &part_times[part * most], &part_found[part * most]);
+      float weight[kBlock];
+      for (int64_t start = parts.begin(part); start < parts.begin(part + 1); start += kBlock) {
+        const int size = int(std::min<int64_t>(kBlock, parts.begin(part + 1) - start));
+        if (size == kBlock && hopeless(logits + start, all.top, temperature)) continue;
+        weigh(logits + start, size, all.top, temperature, weight);
+        arrivals.meet(weight, size, [=](int i) { return token(start + i); });
+      }
+      held[part] = arrivals.count();
+    });
+  });
+  const Peak all = whole();
+  if (!all.means()) return -1;
   if (temperature == 0) {
-    times[0] = 0, found[0] = std::find(logits, logits + count, top) - logits;
+    times[0] = 0, found[0] = token(std::find(logits + all.block, logits + count, all.top) - logits);
     return 1;
   }
   Arrivals arrivals(key, most, times, found);
-  float weight[kBlock];
-  for (int64_t start = 0; start < count; start += kBlock) {
-    const int size = int(std::min<int64_t>(kBlock, count - start));
-    if (size == kBlock && hopeless(logits + start, top, temperature)) continue;
-    weigh(logits + start, size, top, temperature, weight);
-    arrivals.meet(weight, size, [=](int i) { return start + i; });
-  }
+  for (int part = 0; part < parts.parts; ++part)
+    for (int64_t i = part * most; i < part * most + held[part]; ++i) arrivals.take(part_times[i], part_found[i]);
   return arrivals.count();
 }
 
