@@ -15,6 +15,7 @@ from adversaries import Oracle
 from draftwise.drafters.base import Drafter
 from draftwise.drafters.model import ModelDrafter
 from draftwise.drafters.trees import Trees
+from draftwise.engine.balance import EVERY, Balance
 from draftwise.engine.engine import Engine
 from draftwise.engine.experience import Experience
 from draftwise.engine.governor import Choice, Governor, Load
@@ -392,7 +393,7 @@ def test_prices_make_a_draft_model_stop_where_it_is_unsure():
 def test_pass_times_follow_the_machine_but_not_its_hiccups():
     source = random.Random(0)
     times = PassTimes(GENTLE)
-    for step in range(400):
+    for step in range(600):
         rows = source.choice((1, 4, 8))
         noise = source.gauss(1, 0.05) * (20 if source.random() < 0.02 else 1)
         times.learn(rows, 0.01 * GENTLE(rows) * max(noise, 0.5) * (2 if step > 200 else 1))
@@ -419,3 +420,34 @@ def test_a_machine_that_slows_down_changes_no_choice():
         made.generate(requests(1, 400))
         drafted.append(sum(target.sizes[100:]) / len(target.sizes[100:]))
     assert drafted[0] == pytest.approx(drafted[1], rel=0.1)
+
+
+# whole requests
+
+
+def test_a_drafter_that_does_not_pay_is_left_out_of_most_requests_until_it_does():
+    balance, heard = Balance(), []
+    for request in range(600):
+        heard.append(balance.takes_part(0, request))
+        for step in range(40):
+            balance.step()
+            if heard[-1] and step % 4 == 0:
+                balance.learn(0, request, 0 if request < 300 else 1, 0.5)
+        balance.forget(request)
+    assert heard[0] and sum(heard[60:300]) == pytest.approx(240 / EVERY, abs=1)
+    assert all(heard[-100:])
+
+
+def test_requests_that_a_drafter_is_left_out_of_cost_nothing_for_it():
+    made, target, (drafter,) = simulated(lambda said, depth: 0.0, GENTLE, seconds=0.5)
+    told, observe = set(), drafter.observe
+    drafter.observe = lambda seq, outcome: (told.add(seq.id), observe(seq, outcome))[1]
+    drafter.taps = (0,)
+    wanted, forward = [], made.model.forward
+    made.model.forward = lambda batch, cache, taps=(): (wanted.append(tuple(taps)), forward(batch, cache, ()))[1]
+    results = [made.generate(requests(1, 60))[0].tokens for _ in range(60)]
+    assert all(tokens == results[0] for tokens in results)
+    assert 1 <= len(told) < 20 and wanted.count(()) > wanted.count((0,)) > 0
+    before = len(told)
+    made.generate(requests(1, 60, draft_tokens=2))
+    assert len(told) == before + 1, "a size was given, so the drafter is wanted"

@@ -9,7 +9,7 @@ Shapes: N rows, E the width of a tap, W numbers that a row hands on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,7 +33,7 @@ KEPT = 4096
 
 
 Features = tuple[Tensor, ...]
-"""Of some rows, [N, E] for each tap."""
+"""Of some rows, [N, E] for each of a network's taps."""
 Skim = Callable[[Batch, KVCache, Features], None]
 """Stages rows of committed text from their features, where nobody wants what they hand on."""
 Chain = Callable[[Batch, KVCache, Features, ChainRule], Chained]
@@ -71,7 +71,7 @@ class _State:
     slot: int
     odds: Rates
     straight: Straight
-    features: list[Features] = field(default_factory=list)  # of rows not read yet
+    features: list[Mapping[Tap, Tensor]] = field(default_factory=list)  # of rows not read yet
     unread: int = 0
     seen: int = 0  # rows of the target told of so far
     above: Tensor | None = None  # what the last row read handed on, [W]
@@ -79,14 +79,15 @@ class _State:
     rows: dict[int, int] = field(default_factory=dict)  # staged row by node, of the nodes that were read
     handed: dict[int, Tensor] = field(default_factory=dict)  # what they handed on
 
-    def take(self, count: int) -> Features:
+    def take(self, count: int, taps: Seq[Tap]) -> Features:
         """Those of the next rows to be read."""
-        taps, self.features = _joined(self.features), []
+        rows = _joined([tuple(some[tap] for tap in taps) for some in self.features])
+        self.features = []
         if count < self.unread:
-            self.features = [tuple(rows_nE[count:] for rows_nE in taps)]
-            taps = tuple(rows_nE[:count] for rows_nE in taps)
+            self.features = [{tap: rows_nE[count:] for tap, rows_nE in zip(taps, rows, strict=True)}]
+            rows = tuple(rows_nE[:count] for rows_nE in rows)
         self.unread -= count
-        return taps
+        return rows
 
 
 class FeatureDrafter(Drafter):
@@ -149,7 +150,7 @@ class FeatureDrafter(Drafter):
             state.tree.learn(outcome.emitted)
             self.cache.discard(state.slot)
             state.tree, state.rows, state.handed = None, {}, {}
-        state.features.append(tuple(outcome.features[tap] for tap in self.taps))
+        state.features.append(outcome.features)
         state.unread += len(outcome.consumed)
         state.seen += len(outcome.consumed)
         if state.unread > KEPT:
@@ -172,9 +173,9 @@ class FeatureDrafter(Drafter):
 
     def _skip(self, state: _State) -> None:
         """Begin anew with the later half of what is unread: positions are relative, so only far context is lost."""
-        kept = tuple(rows_nE[-KEPT // 2 :] for rows_nE in _joined(state.features))
+        state.take(state.unread - KEPT // 2, self.taps)
         self.cache.free(state.slot)
-        state.slot, state.features, state.unread, state.above = self.cache.alloc(), [kept], len(kept[0]), None
+        state.slot, state.above = self.cache.alloc(), None
 
     def _whole(self, seq: Sequence, state: _State, tree: Tree) -> float | None:
         """Read what is unread and grow a whole chain in one call, where that can be; the seconds of guesses after the first."""
@@ -183,7 +184,7 @@ class FeatureDrafter(Drafter):
             return None
         count = state.unread
         feed = Feed.chain(state.slot, seq.tokens[len(seq.tokens) - count :] + [0] * (rule.depth - 1))
-        guesses, handed_NW, later = self.network.chain(self.cache.pack([feed]), self.cache, state.take(count), rule)
+        guesses, handed_NW, later = self.network.chain(self.cache.pack([feed]), self.cache, state.take(count, self.taps), rule)
         self.cache.commit(state.slot, range(count))
         state.above = handed_NW[count - 1]
         tree.follow(guesses)
@@ -202,7 +203,7 @@ class FeatureDrafter(Drafter):
                 budget -= count
                 first = len(seq.tokens) - state.unread  # the row of position i reads token i + 1
                 feeds.append(Feed.chain(state.slot, seq.tokens[first : first + count]))
-                features.append(state.take(count))
+                features.append(state.take(count, self.taps))
                 reading.append(state)
             batch = self.cache.pack(feeds)
             handed_NW = None

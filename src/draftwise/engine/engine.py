@@ -15,6 +15,7 @@ from torch import Tensor
 from draftwise.cache import KVCache
 from draftwise.drafters.base import Drafter
 from draftwise.engine.governor import Governor, Load
+from draftwise.engine.kept import Kept
 from draftwise.engine.proposals import Proposals
 from draftwise.engine.scheduler import Scheduler, Turn
 from draftwise.engine.step import decide, report_logprobs
@@ -131,7 +132,7 @@ class Engine:
         drafts = self._propose(turns, load)
         started = self._clock()
         batch = self.cache.pack([_feed(turn, draft) for turn, draft in zip(turns, drafts, strict=True)])
-        hidden = self.model.forward(batch, self.cache, self._proposals.taps)
+        hidden = self.model.forward(batch, self.cache, self._proposals.taps([turn.seq for turn in turns]))
         logits = self._logits(hidden, turns, drafts)
         seconds = self._clock() - started
         events = []
@@ -145,8 +146,9 @@ class Engine:
                 events.append(event)
         if decoding:
             emitted = sum(len(event.tokens) for event in events)
-            rest = self._clock() - began - seconds - self._proposals.foreseen
-            self.governor.passed(load, len(batch), seconds, emitted, self._proposals.seconds, rest)
+            took = self._clock() - began
+            rest = took - seconds - self._proposals.foreseen
+            self.governor.passed(load, len(batch), seconds, emitted, self._proposals.seconds, rest, took)
         return events
 
     def _propose(self, turns: list[Turn], load: Load) -> list[Draft]:
@@ -306,5 +308,4 @@ def _features(hidden: Hidden, rows: Seq[int]) -> Mapping[Tap, Tensor]:
     straight = rows[-1] - rows[0] == len(rows) - 1  # as they are but where a tree was left by a later branch
     if straight and len(rows) == len(hidden.final):
         return hidden.taps
-    picked = slice(rows[0], rows[-1] + 1) if straight else list(rows)
-    return {tap: states[picked] for tap, states in hidden.taps.items()}
+    return Kept(hidden.taps, slice(rows[0], rows[-1] + 1) if straight else list(rows))

@@ -54,6 +54,7 @@ class Experience:
         self._said = Rates(weight=2.0, forget=0.9)
         self._estimates = Rates(weight=20.0, forget=0.998)
         self._runs = Rates(weight=20.0, forget=0.998)
+        self._apart = Rates(weight=20.0, forget=0.998)
 
     def outlook(self, place: int, seq: Sequence, depth: int) -> Iterator[Level]:
         """What to expect by depth of a draft that is not made yet."""
@@ -69,6 +70,17 @@ class Experience:
         """How much likelier than on average it is to begin right, after what came of it last: right guesses come in runs."""
         right, said = (self._runs.rate((what, place, known.last.get(place)), 0.5) for what in ("right", "said"))
         return right / said
+
+    def where_others_err(self, place: int) -> float:
+        """How much likelier a drafter is to begin right where all others that drafted are wrong: less, since what is hard for
+        one is hard for another."""
+        right, said = (self._apart.rate((what, place), 0.5) for what in ("right", "said"))
+        return min(right / said, 1.0)
+
+    def learn_apart(self, place: int, seq: Sequence, right: bool) -> None:
+        """Take in whether it began right in a step in which the others did not."""
+        self._apart.learn(("right", place), float(right))
+        self._apart.learn(("said", place), self._of(seq).right.rate((place, 0), self.guesses[place]))
 
     def chances(self, place: int, seq: Sequence, draft: Draft) -> list[float]:
         """Per node of a draft the chance that it is accepted: what it says, corrected by what came of such sayings."""

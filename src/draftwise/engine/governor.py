@@ -18,12 +18,13 @@ from typing import NamedTuple
 
 from draftwise.drafters.averages import Pace, Rates
 from draftwise.drafters.base import Drafter
+from draftwise.engine.balance import Balance
 from draftwise.engine.experience import Experience
 from draftwise.engine.merge import Merged, Offer, merge, weighed
 from draftwise.engine.passes import FLAT, CostTable, PassTimes
 from draftwise.engine.uses import Rest, Use
 from draftwise.sequence import Sequence
-from draftwise.types import Draft, Limit
+from draftwise.types import NO_DRAFT, Draft, Limit
 
 AHEAD = 8  # rows over which the price of one is taken, since t(n) climbs in steps
 
@@ -96,16 +97,22 @@ class Governor:
         self.times, self.most_rows = PassTimes(cost), most_rows
         self._experience = Experience()
         self._speed = Rates(weight=8.0, forget=0.99)
-        self._uses: dict[int, dict[int, Use]] = {}  # by request and drafter
+        self._balance = Balance()
+        self._uses = defaultdict[int, defaultdict[int, Use]](lambda: defaultdict(Use))  # by request and drafter
         self._asked = Rates(weight=32.0, forget=0.995)  # share of steps in which drafters that cost are asked, of all requests
         self._free = defaultdict[int, Pace](Pace)  # seconds that free drafters take for a draft
         self._beside = Rates(weight=3.0, forget=0.98)  # what steps take beyond a pass of their size and drafts, in such passes
         self._straight, self._most_straight = 1, 1  # passes since one without asking, and at most; at first such a one is due
+        self._owed: _Owed | None = None  # of the step that is under way
         self._allowance: float | None = None  # seconds that trying may take; None: as many as may be saved up
 
     def meet(self, drafter: Drafter) -> None:
         """Take in what a drafter says of itself, once it has its place."""
         self._experience.guesses[drafter.place] = drafter.acceptance
+
+    def hears(self, place: int, drafter: Drafter, seq: Sequence) -> bool:
+        """True where a drafter takes part in a request: settled at its start, and always for one whose size is given."""
+        return drafter.free or seq.request.draft_tokens is not None or self._balance.takes_part(place, seq.id)
 
     # before drafting
 
@@ -191,11 +198,12 @@ class Governor:
         has = [min(sum(chance for chance in chances if chance >= least), 1.0) for chances in offered] + [0.0] * depth
         without = sums[taken] - cost(taken)
         beside, alone, read = sums[taken], 0.0, 0.0
+        apart = self._experience.where_others_err(place) if offered else 1.0
         gains, runs, row = [0.0], [], cost(1)
         for k, (chance, rows) in enumerate(self._experience.outlook(place, choice.seq, depth)):
             if k and chance < row:
                 break  # nor are deeper ones worth their rows
-            beside += chance * (1 - has[k])
+            beside += chance * (1 - has[k]) * apart
             alone += chance
             read += rows
             promised = max(beside - cost(taken + read), alone - cost(read))
@@ -307,6 +315,14 @@ class Governor:
             self._experience.learn_together(choice.seq, choice.merged, verified, emitted)
         if choice.estimated is not None:
             self._experience.learn_estimates(choice.estimated, verified, emitted)
+        if choice.auto and len(choice.asked) == 1:
+            (place,) = choice.asked
+            free = [draft for other, draft in choice.drafts.items() if other != place]
+            if emitted and free and not any(draft.follow(emitted[:1]) for draft in free):
+                drafted = choice.drafts.get(place, NO_DRAFT)
+                self._experience.learn_apart(place, choice.seq, bool(drafted.follow(emitted[:1])))
+            more = len(emitted) - min(1 + max((len(draft.follow(emitted)) for draft in free), default=0), len(emitted))
+            self._owed = _Owed(place, choice.seq.id, more, max(map(len, free), default=0))
         for place, draft in choice.drafts.items():
             asked = choice.asked[place].depth if place in choice.asked else None
             use = self._use(place, choice.seq)
@@ -324,12 +340,19 @@ class Governor:
         use.profit += self.RECENT * (net - use.profit)
         use.idle, use.vain = 0, 0 if use.profit > -self.TOLERATED else use.vain + 1
 
-    def passed(self, load: Load, rows: int, seconds: float, emitted: int, drafting: float, rest: float) -> None:
+    def passed(
+        self, load: Load, rows: int, seconds: float, emitted: int, drafting: float, rest: float, took: float = 0.0
+    ) -> None:
         """Take in a pass of decoding requests alone.
 
         drafting: the seconds that its drafts should have taken, 0 where none was asked for that costs. rest: those of the step
-        beyond its pass and what its drafts should have taken.
+        beyond its pass and what its drafts should have taken. took: those of the whole step.
         """
+        owed, self._owed = self._owed, None
+        if load.requests == 1:
+            if owed is not None and took and self.times.known:
+                self._settle(owed, load, took)
+            self._balance.step()
         asked, expected = drafting > 0, self.times(rows)
         kind = _ASKED if asked else _FREE if rows > load.rows else _PLAIN
         if asked:
@@ -348,8 +371,16 @@ class Governor:
         if self._allowance is not None:
             self._allowance += self.PROBE_SHARE * plain
 
+    def _settle(self, owed: _Owed, load: Load, took: float) -> None:
+        """Take in what asking brought, against a step of the same request without it."""
+        kind = _FREE if owed.nodes else _PLAIN
+        beside = sum(self._beside.rate((what, kind), self._beside.rate((what, _PLAIN), 0.0)) for what in ("pass", "rest"))
+        without = self.times(load.rows + owed.nodes) + self.times(1) * beside
+        self._balance.learn(owed.place, owed.request, owed.tokens, self._worth(load) * (took - without))
+
     def forget(self, seq: Sequence) -> None:
         """The request ended."""
+        self._balance.forget(seq.id)
         self._experience.forget(seq)
         self._uses.pop(seq.id, None)
 
@@ -366,7 +397,7 @@ class Governor:
         return self._beside.rate((what, _ASKED), plain + guess) - without
 
     def _use(self, place: int, seq: Sequence) -> Use:
-        return self._uses.setdefault(seq.id, {}).setdefault(place, Use())
+        return self._uses[seq.id][place]
 
     def _worth(self, load: Load) -> float:
         """Tokens that a second is worth."""
@@ -381,6 +412,16 @@ class Governor:
         """Tokens that so many further rows are worth."""
         without = self.times(load.rows)
         return lambda rows: worth * (self.times(load.rows + rows) - without)
+
+
+class _Owed(NamedTuple):
+    """What a request alone got of a step in which a drafter was asked: `tokens` beyond those that free drafts, of `nodes` at
+    most, would have brought it."""
+
+    place: int
+    request: int
+    tokens: int
+    nodes: int
 
 
 class _Bid(NamedTuple):

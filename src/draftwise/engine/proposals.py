@@ -22,13 +22,21 @@ class Proposals:
         for place, drafter in enumerate(self.drafters):
             drafter.place = place
             governor.meet(drafter)
-        self.taps: tuple[Tap, ...] = tuple(dict.fromkeys(tap for drafter in self.drafters for tap in drafter.taps))
         self.max_depth = max((drafter.max_depth for drafter in self.drafters), default=0)
         self.seconds = 0.0
         """What the drafts of this step should have taken, but for catching up."""
         self.foreseen = 0.0
         """The same with catching up: what is taken beyond it, in drafting or around it, is what asking costs."""
         self._rounds: dict[int, Choice] = {}
+
+    def taps(self, seqs: Seq[Sequence]) -> tuple[Tap, ...]:
+        """The hidden states that drafters want of a pass over these requests."""
+        wanted = (
+            drafter.taps
+            for place, drafter in enumerate(self.drafters)
+            if drafter.taps and any(self.governor.hears(place, drafter, seq) for seq in seqs)
+        )
+        return tuple(dict.fromkeys(tap for taps in wanted for tap in taps))
 
     def propose(self, asking: Seq[tuple[Sequence, Limit]], load: Load) -> dict[int, Draft]:
         """A draft for each request by its id, within its limit; `load` is what the pass holds without them."""
@@ -38,8 +46,9 @@ class Proposals:
             return {}
         for place in self._order:
             drafter = self.drafters[place]
-            wanted = self.governor.plan(place, drafter, choices, load)
-            asked = [(choice, limit) for choice, limit in zip(choices, wanted, strict=True) if limit.depth > 0]
+            heard = [choice for choice in choices if self.governor.hears(place, drafter, choice.seq)]
+            wanted = self.governor.plan(place, drafter, heard, load) if heard else []
+            asked = [(choice, limit) for choice, limit in zip(heard, wanted, strict=True) if limit.depth > 0]
             if not asked:
                 continue
             late = sum(drafter.seconds_to_catch_up(choice.seq) for choice, _ in asked)
@@ -69,9 +78,10 @@ class Proposals:
         return {choice.seq.id: draft for choice, draft in zip(choices, chosen, strict=True)}
 
     def observe(self, seq: Sequence, outcome: Outcome) -> None:
-        """Tell all of them what a pass made of a request."""
-        for drafter in self.drafters:
-            drafter.observe(seq, outcome)
+        """Tell all of them that take part what a pass made of a request."""
+        for place, drafter in enumerate(self.drafters):
+            if self.governor.hears(place, drafter, seq):
+                drafter.observe(seq, outcome)
         if seq.id in self._rounds:
             self.governor.learn(self._rounds[seq.id], outcome.draft, outcome.emitted)
 

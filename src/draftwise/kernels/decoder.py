@@ -80,6 +80,24 @@ def unsupported(config: ModelConfig) -> str | None:
     return None
 
 
+class Tapped(Mapping[Tap, Tensor]):
+    """Hidden states of a pass by tap, each cut out when it is asked for: few passes are."""
+
+    def __init__(self, wanted: Sequence[Tap], inner: Sequence[int], states_KNC: Tensor, final_NC: Tensor) -> None:
+        self._wanted, self._inner, self._states_KNC, self._final_NC = wanted, inner, states_KNC, final_NC
+
+    def __getitem__(self, tap: Tap) -> Tensor:
+        if tap not in self._wanted:
+            raise KeyError(tap)
+        return self._final_NC if tap == "final_norm" else self._states_KNC[self._inner.index(int(tap))]
+
+    def __iter__(self) -> Iterator[Tap]:
+        return iter(self._wanted)
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+
 class Decoder:
     """Layers, final norm and embedding of a decoder, run on packed batches over a staged cache.
 
@@ -109,7 +127,7 @@ class Decoder:
         lib = library() if embedding is None else embedding.lib
         assert lib is not None, "ask available() first"
         self._lib, self._config, self._tables, self.dtype = lib, config, tables, dtype
-        self._places = [layer.index for layer in layers]
+        self._steps = {place: step for step, place in enumerate([*(layer.index for layer in layers), config.num_layers])}
         self._owned: list[object] = [embedding, condense, *layers]  # what the C structs point into
         self._cosines, self._sines = tables(torch.arange(1))
         structs = (_Layer * len(layers))(*(self._layer(layer) for layer in layers))
@@ -155,14 +173,15 @@ class Decoder:
         """
         rows, width = len(batch), self._config.hidden_size
         final = torch.empty(rows, width, dtype=self.dtype)
-        wanted = set(taps)
-        tapped: dict[Tap, Tensor] = {k: torch.empty(rows, width) for k in wanted if isinstance(k, int)}
+        wanted = tuple(taps)
+        inner = [tap for tap in wanted if isinstance(tap, int)]
+        states_KNC = torch.empty(len(inner), rows, width)
+        address = states_KNC.data_ptr()
+        tapped = {tap: address + k * 4 * rows * width for k, tap in enumerate(inner)}
         given = [rows_NC if rows_NC is None else rows_NC.float().contiguous() for rows_NC in (inputs_NC, beside_NC)]
         assert all(rows_NC is None or rows_NC.shape == (rows, width) for rows_NC in given)
         self._run(batch, cache, inputs=given[0], beside=given[1], final=final, taps=tapped, stride=width)
-        if "final_norm" in wanted:
-            tapped["final_norm"] = final
-        return Hidden(final, tapped)
+        return Hidden(final, Tapped(wanted, inner, states_KNC, final))
 
     def hand_on(
         self, batch: Batch, cache: KVCache, *, above_NW: Tensor | None = None, features: Sequence[Tensor] = ()
@@ -173,7 +192,7 @@ class Decoder:
         """
         rows, width = len(batch), self._config.hidden_size
         handed_NW = torch.empty(rows, 2 * width)
-        last: dict[Tap, Tensor] = {self._config.num_layers: handed_NW}
+        last = {self._config.num_layers: handed_NW.data_ptr()}
         self._run(
             batch, cache, inputs=above_NW, features=features, normed=handed_NW[:, width:], taps=last, stride=2 * width
         )
@@ -193,7 +212,7 @@ class Decoder:
         width = 2 * self._config.hidden_size
         handed_NW = torch.empty(len(batch), width)
         with self._pass(batch, cache, rows=len(features[0]), features=features, taps={}, stride=width) as given:
-            return guess_chain(self._lib, self._handle, given, len(self._places), handed_NW, head, rule)
+            return guess_chain(self._lib, self._handle, given, len(self._steps) - 1, handed_NW, head, rule)
 
     def _run(self, batch: Batch, cache: KVCache, **given: Any) -> None:
         with self._pass(batch, cache, rows=len(batch), **given) as one:
@@ -206,23 +225,25 @@ class Decoder:
         cache: KVCache,
         *,
         rows: int,
-        taps: Mapping[Tap, Tensor],
+        taps: Mapping[int, int],
         stride: int,
         features: Sequence[Tensor] = (),
         keys_only: bool = False,
         **by_row: Tensor | None,
     ) -> Iterator[_Pass]:
-        """The first `rows` of a batch as a C struct, and all it points into. by_row: what it reads and writes row by row."""
+        """The first `rows` of a batch as a C struct, and all it points into.
+
+        taps: the address to which each goes, its rows `stride` floats apart. by_row: what it reads and writes row by row.
+        """
         pool = cache.pool
         assert pool.dtype == self.dtype and pool.is_contiguous()
         for name in ("inputs", "beside"):
             given = by_row.get(name)
             assert given is None or (given.is_contiguous() and given.dtype == torch.float32 and len(given) == rows)
         self._reach(max(span.committed + span.staged for span in batch.spans))
-        outputs = (ctypes.c_void_p * (len(self._places) + 1))()
-        for step, place in enumerate([*self._places, self._config.num_layers]):
-            if place in taps:
-                outputs[step] = taps[place].data_ptr()
+        outputs = (ctypes.c_void_p * len(self._steps))()
+        for tap, address in taps.items():
+            outputs[self._steps[tap]] = address
         read = [tap_NE.float().contiguous() for tap_NE in features]
         assert all(len(tap_NE) == rows for tap_NE in read)
         assert sum(tap_NE.shape[1] for tap_NE in read) in (0, self._condensed)
