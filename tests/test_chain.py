@@ -14,6 +14,7 @@ from draftwise.models.linear import WeightKind
 from draftwise.sequence import Sequence
 from draftwise.types import Limit, Outcome, Request, SamplingParams
 from test_eagle_layouts import random_draft
+from test_step_law import Silent
 from tiny import tiny_checkpoint
 
 PROMPT = tuple(range(5, 25))
@@ -29,16 +30,6 @@ KINDS = {
 def llm(tmp_path_factory):
     target = tiny_checkpoint(tmp_path_factory.mktemp("target"), "llama", num_hidden_layers=6)
     return dw.load(str(target), dtype="fp32", context=256)
-
-
-class Bytes:
-    """A decoder that shows nothing."""
-
-    def push(self, token: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
 
 
 class Run:
@@ -63,7 +54,7 @@ class Run:
 
     def add(self, verify: str = "match", **params) -> Sequence:
         request = Request(prompt=PROMPT, params=SamplingParams(max_tokens=200, seed=7, **params), verify=verify)
-        seq = Sequence(len(self.seqs), request, end_tokens=(), context=256, decoder=Bytes())
+        seq = Sequence(len(self.seqs), request, end_tokens=(), context=256, decoder=Silent())
         self.seqs.append(seq)
         seq.extend([3])
         self.observe(seq, PROMPT, (3,))

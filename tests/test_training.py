@@ -357,6 +357,9 @@ def test_the_command_trains_a_draft_further_and_its_card_says_so(target, tmp_pat
     assert config["draft_vocab_size"] == 64
     assert "| begun with | a draft trained for " in model_card(config) and ", 2 updates, " in model_card(config)
     assert main([*command, "--out", str(tmp_path / "d"), "-o", f"start={tmp_path / 'a'}", "-o", "vocab=20"]) == 0
+    capsys.readouterr()
+    assert main([*command, "--out", str(tmp_path / "a"), "--resume", "-o", "vocab=30"]) == 2
+    assert "the run was begun with other options" in capsys.readouterr().err
     wide, narrow = (load_file(tmp_path / name / "model.safetensors")["d2t"] for name in "ad")
     assert len(narrow) == 20 and set((narrow + torch.arange(20)).tolist()) < set((wide + torch.arange(64)).tolist())
     capsys.readouterr()
